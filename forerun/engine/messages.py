@@ -1,0 +1,133 @@
+"""What crosses the process boundary between the front and the engine core, as msgspec structs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from forerun.request import FinishReason, SamplingParams
+from forerun.spec.verifier import TokenLogprobs
+
+
+class NewRequest(msgspec.Struct, tag="new"):
+    """A tokenised request. `seed` is always set: the front draws one where the user gave none."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    choice: int = 0
+    cache_salt: str = ""
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Stop these requests and free what they hold; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """End the core. Requests still running are aborted."""
+
+
+class RequestMetrics(msgspec.Struct):
+    """Times in seconds on the engine's clock, sent with the last output of a request."""
+
+    queue_time_s: float = 0.0  # scheduled - arrival
+    time_to_first_token_s: float = 0.0  # first token - first scheduled
+    generation_time_s: float = 0.0  # last token - first token
+    num_preemptions: int = 0
+    speculative_decoding: dict[str, Any] | None = None  # SpecStats.as_dict(detailed=True); None without speculation
+
+
+class RequestOutput(msgspec.Struct):
+    """What one step brought for one request: new tokens and new text, never repeated.
+
+    `text` may lag behind `token_ids`: bytes of an unfinished character and a possible beginning of a stop string are
+    held back until they are decided. Joined over all outputs it is the whole text.
+    `drafted[i]` says that new token i was drafted and accepted (False: drawn by the target).
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    drafted: list[bool] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None  # with the last output
+    error: str | None = None  # with FinishReason.ERROR; a bad request names the field in `error_param`
+    error_param: str | None = None
+
+
+class SpecTotals(msgspec.Struct):
+    """Counters of speculation since the start, for all requests or for one proposer."""
+
+    num_drafts: int = 0  # (request, step) pairs with at least one drafted token verified
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+    draft_time_s: float = 0.0
+
+
+class EngineStats(msgspec.Struct):
+    """Gauges now and counters since the start. Counters never fall while the core lives."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_blocks_used: int = 0  # blocks held by requests; blocks kept only for prefix hits are free
+    num_blocks: int = 0
+    prompt_tokens: int = 0  # of admitted requests, cached ones included
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # tokens
+    prefix_cache_hits: int = 0
+    num_steps: int = 0
+    num_rows: int = 0  # rows through the target, drafted ones included
+    step_time_s: float = 0.0
+    spec: SpecTotals = msgspec.field(default_factory=SpecTotals)
+    spec_by_proposer: dict[str, SpecTotals] = {}
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self.num_blocks_used / self.num_blocks if self.num_blocks else 0.0
+
+
+class StepOutput(msgspec.Struct, tag="step"):
+    """All that one step brought."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class EngineInfo(msgspec.Struct, tag="ready"):
+    """Sent once when the core is ready to serve."""
+
+    model: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    kv_cache_tokens: int
+    vocab_size: int
+    dtype: str
+    device: str
+    load_time_s: float
+    speculative_config: dict[str, Any] | None = None  # the resolved configuration; None without speculation
+    num_spec_tokens: int = 0  # K, 0 without speculation
+    log_lines: list[str] = []  # what start-up said, for the front's log
+
+
+class EngineFailed(msgspec.Struct, tag="failed"):
+    """The core could not start, or died of an exception. `message` is one line; `config` marks a user's mistake."""
+
+    message: str
+    config: bool = False
+
+
+FrontMessage = NewRequest | Abort | Shutdown
+CoreMessage = StepOutput | EngineInfo | EngineFailed

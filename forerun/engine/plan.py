@@ -1,0 +1,87 @@
+"""The plan of a step: ints and references only, so that the scheduler needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from forerun.request import Request
+from forerun.sampling.batch import SamplingRows
+from forerun.spec.proposer import EMPTY_DRAFT, Draft, RequestDraft
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class Grant:
+    """How far each request may draft in this step. Blocks for the drafted tokens are set aside.
+
+    Requests that are not in `lengths` (prompts under way, requests about to end) must not draft.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    lengths: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduledRequest:
+    """A request's part of a step.
+
+    Attributes:
+        start: position of the first token computed (the request's `num_computed_tokens`).
+        num_tokens: known tokens computed; drafted ones come on top.
+        draft: drafted tokens computed after them.
+        samples: the last known token is among them, so that its row and the drafts' rows get logits.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    draft: RequestDraft = EMPTY_DRAFT
+    samples: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + len(self.draft)
+
+
+@dataclass(slots=True)
+class Plan:
+    """One target pass: which tokens of which request. Rows are laid out in the order of `scheduled`."""
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(s.num_rows for s in self.scheduled)
+
+    @property
+    def draft(self) -> Draft:
+        """The drafts that are really verified, cut to the budget."""
+        return Draft({s.request.request_id: s.draft for s in self.scheduled if s.samples and s.draft.tokens})
+
+    @property
+    def sampling(self) -> list[SamplingRows]:
+        rows: list[SamplingRows] = []
+        first = 0
+        for s in self.scheduled:
+            if s.samples:
+                rows.append(SamplingRows.of(s.request, first, len(s.draft)))
+                first += 1 + len(s.draft)
+        return rows
+
+
+@dataclass(slots=True)
+class Hidden:
+    """Target states of all rows of a step: taps[(layer, after final norm)] is [T, H], rows in the plan's order."""
+
+    taps: dict[tuple[int, bool], Tensor]
+
+
+@dataclass(slots=True)
+class ForwardResult:
+    """logits: [R, V] float32, rows as in `Plan.sampling`. hidden: what the proposer asked to see, else None."""
+
+    logits: Tensor
+    hidden: Hidden | None = None

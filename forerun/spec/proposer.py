@@ -1,0 +1,111 @@
+"""What a proposer is given and what it gives back. `proposers/` holds one method a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.engine.plan import Grant, Hidden, Plan
+    from forerun.request import Request
+    from forerun.spec.verifier import Verdict
+
+
+@dataclass(slots=True)
+class RequestDraft:
+    """The tokens guessed for one request. A chain unless `parents` is given.
+
+    Attributes:
+        tokens: drafted ids, in target ids. On a tree a node comes after its parent.
+        source: the proposer's name, for statistics.
+        parents: index of each token's parent among `tokens`, -1 for the root (the last known token). None: a chain.
+        probs: [K, V] the distribution each token was drawn from; None where the draft is one-hot.
+        confidence: the proposer's own estimate that each token stands, in (0, 1); None where it has none.
+    """
+
+    tokens: list[int]
+    source: str = ""
+    parents: list[int] | None = None
+    probs: Tensor | None = None
+    confidence: list[float] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def parent(self, node: int) -> int:
+        return node - 1 if self.parents is None else self.parents[node]
+
+    def depth(self, node: int) -> int:
+        """1 for a child of the root."""
+        depth = 1
+        while (node := self.parent(node)) >= 0:
+            depth += 1
+        return depth
+
+    def cut(self, num_tokens: int) -> RequestDraft:
+        """The first `num_tokens` nodes. Parents come before children, so what is left is a draft again."""
+        if num_tokens >= len(self.tokens):
+            return self
+        return RequestDraft(
+            self.tokens[:num_tokens],
+            self.source,
+            None if self.parents is None else self.parents[:num_tokens],
+            None if self.probs is None else self.probs[:num_tokens],
+            None if self.confidence is None else self.confidence[:num_tokens],
+        )
+
+
+EMPTY_DRAFT = RequestDraft([])
+
+
+@dataclass(slots=True)
+class Draft:
+    """The drafts of one step, by request id. A request without an entry has an empty draft."""
+
+    by_request: dict[str, RequestDraft] = field(default_factory=dict)
+
+    def of(self, request_id: str) -> RequestDraft:
+        return self.by_request.get(request_id, EMPTY_DRAFT)
+
+
+@dataclass(slots=True)
+class DraftInputs:
+    """What a proposer may look at. Read only; valid until the step's `commit`.
+
+    Attributes:
+        requests: those that may draft in this step (`grant.lengths` says how far), in batch order. Their `token_ids`
+            end with the token whose successor is to be guessed.
+        target: handles to the target's embedding, output head and caches, for heads that share them; None for
+            proposers that work on token ids alone.
+    """
+
+    requests: Sequence[Request]
+    target: object | None = None
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of running requests. A wrong guess costs time, never correctness."""
+
+    name: str
+    hidden_taps: tuple[tuple[int, bool], ...]
+    """Target states to be handed to `observe`: (layer, after the final norm). () for none."""
+
+    def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
+        """Drafts of at most `grant.lengths[id]` tokens; no entry, or an empty one, where nothing is worth trying."""
+        ...
+
+    def observe(self, plan: Plan, verdict: Verdict, hidden: Hidden | None) -> None:
+        """Called once a step after verification and before anything is published, with the rows that stand."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request finished, was aborted or was preempted: drop its state. Unknown ids are ignored."""
+        ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state held for all requests, for the memory figures."""
+        ...
