@@ -1,0 +1,23 @@
+"""forerun: a server for large language models whose core is lossless speculative decoding."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forerun.engine.config import EngineConfig
+    from forerun.llm import LLM
+    from forerun.request import SamplingParams
+
+__all__ = ["LLM", "EngineConfig", "SamplingParams"]
+__version__ = "0.1.0"
+
+_HOMES = {"LLM": "forerun.llm", "EngineConfig": "forerun.engine.config", "SamplingParams": "forerun.request"}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are asked for: the command line must not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'forerun' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

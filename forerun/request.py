@@ -56,9 +56,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop: object = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
             raise RequestError(f"temperature must be in [0, 100], got {self.temperature}", "temperature")
@@ -152,9 +151,12 @@ class Request:
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     max_tokens: int = 16  # params.max_tokens, cut to what the model's length leaves
     eos_token_ids: frozenset[int] = frozenset()
+    max_draft_tokens: int | None = None  # the request's own bound on drafts; 0 switches them off
+    arrival: int = 0  # order of arrival: the last to come is the first to be preempted
     arrival_time: float = field(default_factory=time.monotonic)
 
     num_computed_tokens: int = 0
+    num_published_blocks: int = 0  # full blocks that other requests can find
     block_tables: list[list[int]] = field(default_factory=list)  # one list of block ids a cache group
     num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache at the first admission
     num_preemptions: int = 0

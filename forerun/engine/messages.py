@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from forerun.request import FinishReason, SamplingParams
+from forerun.spec.stats import SpecTotals
 from forerun.spec.verifier import TokenLogprobs
 
 
@@ -19,6 +20,7 @@ class NewRequest(msgspec.Struct, tag="new"):
     seed: int
     choice: int = 0
     cache_salt: str = ""
+    max_draft_tokens: int | None = None  # 0 switches drafting off for this request
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -60,16 +62,7 @@ class RequestOutput(msgspec.Struct):
     metrics: RequestMetrics | None = None  # with the last output
     error: str | None = None  # with FinishReason.ERROR; a bad request names the field in `error_param`
     error_param: str | None = None
-
-
-class SpecTotals(msgspec.Struct):
-    """Counters of speculation since the start, for all requests or for one proposer."""
-
-    num_drafts: int = 0  # (request, step) pairs with at least one drafted token verified
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = []
-    draft_time_s: float = 0.0
+    bad_request: bool = False  # the request is at fault, not the engine
 
 
 class EngineStats(msgspec.Struct):
@@ -88,6 +81,8 @@ class EngineStats(msgspec.Struct):
     num_steps: int = 0
     num_rows: int = 0  # rows through the target, drafted ones included
     step_time_s: float = 0.0
+    draft_time_s: float = 0.0  # of it, spent proposing and observing
+    proposer_bytes: int = 0  # state that the proposer holds now
     spec: SpecTotals = msgspec.field(default_factory=SpecTotals)
     spec_by_proposer: dict[str, SpecTotals] = {}
 

@@ -12,6 +12,8 @@ Not for speed: the native kernels do the same work in fewer passes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -55,3 +57,22 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def check_row_exactness(weight_shapes: Iterable[tuple[int, int]]) -> bool:
+    """Whether a row's product has the same bits at every place of a tile and beside any other rows.
+
+    Args:
+        weight_shapes: (N, K) of the weights in use.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for shape in weight_shapes:
+        weight = torch.randn(shape, generator=generator)
+        x = torch.randn(ROW_TILE, shape[1], generator=generator)
+        expected = F.linear(x, weight)
+        for place in range(ROW_TILE):
+            alone = torch.zeros_like(x)
+            alone[place] = x[0]
+            if not torch.equal(F.linear(alone, weight)[place], expected[0]):
+                return False
+    return True

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forerun.spec.verifier import Verdict
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class RequestDraft:
     """The tokens guessed for one request. A chain unless `parents` is given.
 

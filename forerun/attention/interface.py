@@ -1,0 +1,83 @@
+"""What a backend is given for a step, and what it must do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Keys and values of one group: paged, one block table for all of its layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 16
+
+    def block_bytes(self, element_bytes: int) -> int:
+        """2 x layers x tokens x kv_heads x head_dim x bytes."""
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTile:
+    """Consecutive rows of one path of one request, attended together.
+
+    A path is the request's committed tokens followed by tokens of this step, root to leaf. A chain has one path; a
+    tree has one for each leaf, so that a row adds up its keys in the order in which plain decoding would.
+
+    Attributes:
+        rows: rows of the step, in path order.
+        first_position: position of the first of them; the others follow one by one. A row at position p sees the
+            path's tokens 0..p.
+        block_table: the request's blocks.
+        path_slots: cache slots (block * block_size + offset) of the path's tokens from `path_start` on, where they
+            do not lie at their own positions; empty for a chain.
+    """
+
+    rows: Sequence[int]
+    first_position: int
+    block_table: Sequence[int]
+    path_start: int = 0
+    path_slots: Sequence[int] = ()
+
+    @property
+    def num_keys(self) -> int:
+        return self.first_position + len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where a step's rows go: slots [T] int64 in the cache, and the tiles that read it."""
+
+    slots: Tensor
+    tiles: Sequence[QueryTile]
+
+
+class AttentionBackend(Protocol):
+    """Owns the keys and values of one cache group."""
+
+    row_tile: int
+    """Most rows a QueryTile may have."""
+
+    def begin(self, layout: StepLayout) -> None:
+        """The layout of the step whose layers are attended next."""
+        ...
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the step's keys and values of a layer, then attend.
+
+        Args:
+            query: [T, heads, D]; key, value: [T, kv_heads, D]; T may exceed the layout's rows: the rest is padding.
+        Returns:
+            [T, heads, D]; padding rows are zero.
+        """
+        ...
+
+    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
+        """Copy the tokens at source slots to target slots in all layers (the accepted path of a tree)."""
+        ...

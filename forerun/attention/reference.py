@@ -1,0 +1,118 @@
+"""Attention in plain torch whose rows are bit-exact.
+
+All work is done in pieces of one shape, QUERY_TILE rows by KEY_TILE keys, key tiles counted from position 0 and added
+up in order. A row's result therefore depends on its own query and keys only: not on other rows, on the chunk it came
+in, or on blocks that were taken from the prefix cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.attention.interface import KVShape, QueryTile, StepLayout
+from forerun.kernels.reference import ROW_TILE
+
+KEY_TILE = 256
+
+
+class ReferenceAttention:
+    """Paged keys and values in one tensor [blocks, layers, 2, block_size, kv_heads, D] over the byte pool.
+
+    Args:
+        shape: of the group.
+        num_heads: query heads.
+        pool: [bytes] uint8, zeros: masked keys are multiplied by zero, so that memory must not hold NaN.
+        dtype: of keys and values.
+    """
+
+    row_tile = ROW_TILE
+
+    def __init__(self, shape: KVShape, num_heads: int, pool: Tensor, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.num_heads = num_heads
+        self.scale = shape.head_dim**-0.5
+        block_bytes = shape.block_bytes(dtype.itemsize)
+        num_blocks = pool.shape[0] // block_bytes
+        self.cache = (
+            pool[: num_blocks * block_bytes]
+            .view(dtype)
+            .view(num_blocks, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        )
+        self._positions = torch.arange(KEY_TILE)
+
+    def begin(self, layout: StepLayout) -> None:
+        self._slots = layout.slots
+        self._blocks, self._offsets = layout.slots // self.shape.block_size, layout.slots % self.shape.block_size
+        self._groups = [
+            (torch.tensor(table), list(tiles))
+            for table, tiles in itertools.groupby(layout.tiles, key=lambda tile: tile.block_table)
+        ]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        num_rows = self._slots.shape[0]
+        stored = self.cache[:, layer]  # [blocks, 2, block_size, kv_heads, D]
+        stored[self._blocks, 0, self._offsets] = key[:num_rows]
+        stored[self._blocks, 1, self._offsets] = value[:num_rows]
+        out = torch.zeros_like(query)
+        for table, tiles in self._groups:
+            num_keys = max(tile.num_keys for tile in tiles)
+            keys_values = self._gather(stored, table, num_keys)
+            for tile in tiles:
+                path = self._follow_path(stored, keys_values, tile) if tile.path_slots else keys_values
+                out[list(tile.rows)] = self._attend_tile(query[list(tile.rows)], path, tile)
+        return out
+
+    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
+        size = self.shape.block_size
+        source, target = torch.tensor(source_slots), torch.tensor(target_slots)
+        self.cache[target // size, :, :, target % size] = self.cache[source // size, :, :, source % size]
+
+    def _gather(self, stored: Tensor, table: Tensor, num_keys: int) -> Tensor:
+        """[2, kv_heads, keys rounded up to KEY_TILE, D]; keys past the last block are zero."""
+        num_blocks = -(-num_keys // self.shape.block_size)
+        padded = -(-num_keys // KEY_TILE) * KEY_TILE
+        gathered = stored.new_empty(2, self.shape.num_kv_heads, padded, self.shape.head_dim)
+        blocks = stored[table[:num_blocks]]  # [n, 2, block_size, kv_heads, D]
+        num_held = min(num_blocks * self.shape.block_size, padded)
+        gathered[:, :, :num_held] = blocks.permute(1, 3, 0, 2, 4).flatten(2, 3)[:, :, :num_held]
+        gathered[:, :, num_held:] = 0
+        return gathered
+
+    def _follow_path(self, stored: Tensor, keys_values: Tensor, tile: QueryTile) -> Tensor:
+        """The same with the path's own tokens at their positions."""
+        slots = torch.tensor(list(tile.path_slots))
+        own = stored[slots // self.shape.block_size, :, slots % self.shape.block_size]  # [n, 2, kv_heads, D]
+        path = keys_values.clone()
+        path[:, :, tile.path_start : tile.path_start + len(slots)] = own.permute(1, 2, 0, 3)
+        return path
+
+    def _attend_tile(self, query: Tensor, keys_values: Tensor, tile: QueryTile) -> Tensor:
+        """query [n, heads, D] of one tile -> [n, heads, D]."""
+        num_rows, num_heads, head_dim = query.shape
+        kv_heads = self.shape.num_kv_heads
+        grouped = query.new_zeros(kv_heads, num_heads // kv_heads, ROW_TILE, head_dim)
+        grouped[:, :, :num_rows] = query.view(num_rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3) * self.scale
+        grouped = grouped.flatten(1, 2)  # [kv_heads, M, D], M = heads of a group x ROW_TILE
+        positions = tile.first_position + torch.arange(ROW_TILE)
+
+        scores: list[Tensor] = []
+        maximum = query.new_full((kv_heads, grouped.shape[1], 1), float("-inf"))
+        for first in range(0, tile.num_keys, KEY_TILE):
+            score = torch.bmm(grouped, keys_values[0, :, first : first + KEY_TILE].transpose(1, 2))
+            hidden = first + self._positions > positions.unsqueeze(1)  # [ROW_TILE, KEY_TILE]
+            score = score.view(kv_heads, -1, ROW_TILE, KEY_TILE).masked_fill(hidden, float("-inf")).flatten(1, 2)
+            maximum = torch.maximum(maximum, score.amax(dim=-1, keepdim=True))
+            scores.append(score)
+
+        total = query.new_zeros(kv_heads, grouped.shape[1], 1)
+        out = torch.zeros_like(grouped)
+        for place, score in enumerate(scores):
+            weights = torch.exp(score - maximum)
+            total = total + weights.sum(dim=-1, keepdim=True)
+            out = torch.baddbmm(out, weights, keys_values[1, :, place * KEY_TILE : (place + 1) * KEY_TILE])
+        out = (out / total).view(kv_heads, -1, ROW_TILE, head_dim)[:, :, :num_rows]
+        return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)

@@ -1,0 +1,257 @@
+"""`forerun config`: the methods and keys of `--speculative-config`, and an offline check of one. Loads no weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from forerun.errors import ConfigError
+from forerun.spec.config import EXAMPLE, FLAG, SpeculativeConfig, json_schema
+from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, NOT_METHODS, Key, Method, Status
+
+EXIT_BAD_CONFIG = 2
+_STYLES = {Status.SERVED: "green", Status.NOT_YET: "yellow", Status.NEVER: "red"}
+_SHORT_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "array": "list"}
+
+
+def config(
+    check: Annotated[
+        str | None,
+        typer.Option("--check", metavar="JSON", help="Check a configuration and print what it resolves to."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="M", help="With --check: the target; its config is checked too.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON schema of what is served.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/speculative-config.md.")] = False,
+) -> None:
+    """List the methods and keys of --speculative-config, or check one offline."""
+    if (check is not None) + as_json + markdown > 1:
+        _fail("give one of --check, --json and --markdown")
+    if model is not None and check is None:
+        _fail("--model goes with --check")
+    if check is not None:
+        _check(check, model)
+    elif as_json:
+        typer.echo(json.dumps(json_schema(), indent=2))
+    elif markdown:
+        typer.echo(render_markdown(), nl=False)
+    elif sys.stdout.isatty():
+        _print_tables(Console())
+    else:
+        for line in render_plain():
+            typer.echo(line)
+
+
+def _fail(problem: str) -> None:
+    typer.echo(f"error: {problem}", err=True)
+    raise typer.Exit(EXIT_BAD_CONFIG)
+
+
+def _check(text: str, model: str | None) -> None:
+    try:
+        resolved = SpeculativeConfig.parse(text)
+        if model is not None:
+            check_model(model)
+    except ConfigError as error:
+        _fail(str(error))
+    for warning in resolved.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    typer.echo(json.dumps(resolved.resolved(), indent=2))
+
+
+def check_model(model: str) -> None:
+    """Read the target's configuration, not its weights. A built-in model is known to be good and is not fetched.
+
+    Raises:
+        ConfigError: no such model, or one that is not served.
+    """
+    from forerun.models.builtin import BUILTIN_MODELS, resolve_model
+
+    if model in BUILTIN_MODELS and not Path(model).exists():
+        return
+    path = resolve_model(model)
+    from forerun.models.loading import read_config  # brings torch, which nothing else here needs
+
+    read_config(path)
+
+
+def _type(key: Key) -> str:
+    return " or ".join(_SHORT_TYPES.get(word, word) for word in key.type.split(" or "))
+
+
+def _default(key: Key) -> str:
+    return key.default_text or ("" if key.default is None else json.dumps(key.default).strip('"'))
+
+
+def _methods(key: Key) -> str:
+    return ", ".join(key.methods) if key.methods else "all"
+
+
+def _remark(part: Key | Method) -> str:
+    """What is not served of it, or why it is not."""
+    return part.remark if isinstance(part, Key) else part.why
+
+
+def _by_status() -> Iterator[tuple[Status, list[Method], list[Key]]]:
+    for status in Status:
+        methods = [method for method in METHODS.values() if method.status is status]
+        yield status, methods, [key for key in KEYS.values() if key.status is status]
+
+
+def render_plain() -> Iterator[str]:
+    """One line a method and a key, fields divided by tabs: for grep, cut and awk."""
+    yield "\t".join(("what", "name", "status", "type", "default", "bounds", "methods", "meaning", "remark"))
+    for status, methods, keys in _by_status():
+        for method in methods:
+            yield "\t".join(("method", method.name, status, "", "", "", "", method.meaning, _remark(method)))
+        for key in keys:
+            fields = (_type(key), _default(key), key.bounds, _methods(key), key.meaning, _remark(key))
+            yield "\t".join(("key", key.name, status, *fields))
+
+
+def _print_tables(console: Console) -> None:
+    """A table a status: names on the left, unbroken; what there is to know on the right."""
+    longest = max(map(len, KEYS))
+    for status, methods, keys in _by_status():
+        table = Table(box=SIMPLE, expand=True, pad_edge=False)
+        table.add_column(f"[bold {_STYLES[status]}]{status}[/]", width=longest, no_wrap=True)
+        table.add_column(overflow="fold")
+        for method in methods:
+            table.add_row(f"[bold]{method.name}[/] [dim](method)[/]", _about(method, ""))
+        table.add_section()
+        for key in keys:
+            bounds = "" if key.name == "method" else key.bounds  # its words are the rows above
+            default = _default(key) and f"default {_default(key)}"
+            methods_ = key.methods and f"for {_methods(key)}"
+            facts = [_type(key), bounds, default, methods_] if status is not Status.NEVER else []
+            table.add_row(f"[bold]{key.name}[/]", _about(key, "; ".join(str(fact) for fact in facts if fact)))
+        console.print(table)
+    console.print(f"Check one: forerun config --check '{EXAMPLE}'", markup=False, highlight=False, soft_wrap=True)
+
+
+def _about(part: Key | Method, facts: str) -> str:
+    lines = [escape(part.meaning)]
+    if facts:
+        lines.append(f"[dim]{escape(facts)}[/]")
+    if remark := _remark(part):
+        lines.append(f"[{_STYLES[Status.NOT_YET]}]{escape(remark)}[/]")
+    return "\n".join(lines)
+
+
+_INTRO = f"""\
+# Speculative configuration
+
+<!-- Made by `forerun config --markdown > docs/speculative-config.md` from forerun/spec/keys.py; a test compares. -->
+
+`{FLAG} JSON` (short `-sc`) says how to draft. In Python it is `LLM(model, speculative_config={{...}})`.
+
+```
+forerun serve MODEL {FLAG} '{EXAMPLE}'
+forerun serve MODEL {FLAG} @draft.json
+forerun serve MODEL {FLAG}.method suffix {FLAG}.num_speculative_tokens 16
+forerun serve MODEL --spec-method suffix --spec-tokens 16
+forerun config --check '{EXAMPLE}'
+```
+
+- The JSON may stand in a file: `@FILE`, or a name that ends in `.json` (UTF-8, at most 1 MiB).
+- `--spec-method`, `--spec-model` and `--spec-tokens` are short for `method`, `model` and `num_speculative_tokens`; one
+  of them is enough to draft. They join the JSON; the same key in both is refused.
+- `--speculative-config.KEY VALUE` and `-sc.KEY=VALUE` set one key. They join the JSON too.
+- `--speculative-model` and `--num-speculative-tokens`, vLLM's flags of old, work with a warning that shows the JSON.
+- `-` in the name of a key reads as `_`. `null` reads as not given.
+- Unknown keys, keys given twice, keys of another method, wrong types (`true` or `5.0` for an int, `"5"` for a number)
+  and values out of range stop the start, before weights are loaded, with one line that names key, value and range.
+- What it resolves to is logged at start, and `{FLAG}` takes it back unchanged.
+
+**served**: works. **not yet**: known, refused by name. **never**: refused by name, for the reason given.
+"""
+
+_RULES = """\
+## How a configuration is resolved
+
+1. `method` is missing: `model` decides. `ngram` and `[ngram]` mean that method, a dotted path means `custom_class`,
+   anything else a draft model. Nothing overrides a `method` that is given.
+2. An alias becomes the method that it names, with a warning.
+3. `ngram`: `num_speculative_tokens` must be given. Of `prompt_lookup_min` and `prompt_lookup_max` one that is missing
+   takes the value of the other; both are 5 where both are missing. min above max is refused.
+4. `suffix`: `num_speculative_tokens` is `suffix_decoding_max_tree_depth` where it is missing, with a warning. Values
+   that leave no room for a draft, or make K unreachable, are taken with a warning.
+5. `rejection_sample_method` `standard` becomes `match`: with one-hot drafts, which n-gram and suffix drafts are, both
+   accept the same, and `match` keeps the text besides.
+
+Unlike vLLM 0.33.0, `suffix_decoding_max_cached_requests` is 0 and not 10000 where it is missing: drafts copy from the
+request's own tokens until a cache across requests is served. Bounds above (1024 tokens) are ours; vLLM has none.
+"""
+
+
+def render_markdown() -> str:
+    """The text of docs/speculative-config.md."""
+    parts = [_INTRO, "## Methods\n", _method_table(), "## Keys\n", _key_table()]
+    parts += ["## Words that keys take\n", _choice_table(), _RULES, "## Names of methods that are taken or explained\n"]
+    parts += [_alias_table()]
+    return "\n".join(parts)
+
+
+def _markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _method_table() -> str:
+    return _markdown_table(
+        ("Method", "Status", "Weights", "Meaning", "Why not"),
+        (
+            (f"`{m.name}`", f"**{m.status}**", m.weights, m.meaning, _remark(m))
+            for _, methods, _ in _by_status()
+            for m in methods
+        ),
+    )
+
+
+def _key_table() -> str:
+    return _markdown_table(
+        ("Key", "Status", "Type", "Default", "Bounds", "Methods", "Meaning", "What is not served, or why"),
+        (
+            (
+                f"`{key.name}`",
+                f"**{key.status}**" + (", in part" if key.remark and key.status is Status.SERVED else ""),
+                _type(key),
+                _default(key),
+                "a method" if key.name == "method" else key.bounds,
+                _methods(key) if key.status is not Status.NEVER else "",
+                key.meaning,
+                _remark(key),
+            )
+            for _, _, keys in _by_status()
+            for key in keys
+        ),
+    )
+
+
+def _choice_table() -> str:
+    return _markdown_table(
+        ("Key", "Word", "Status", "Meaning"),
+        (
+            (f"`{key.name}`", f"`{choice.value}`", f"**{choice.status}**", choice.meaning)
+            for key in KEYS.values()
+            for choice in key.choices
+            if key.name != "method"
+        ),
+    )
+
+
+def _alias_table() -> str:
+    taken = {Status.SERVED: "with a warning", Status.NOT_YET: "not served yet", Status.NEVER: "not served"}
+    aliases = ((f"`{alias}`", f"`{name}`, {taken[METHODS[name].status]}") for alias, name in METHOD_ALIASES.items())
+    refused = ((f"`{word}`", f"refused: {instead}") for word, instead in NOT_METHODS.items())
+    return _markdown_table(("Name", "Here"), (*aliases, *refused))

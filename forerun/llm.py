@@ -1,0 +1,183 @@
+"""The offline front: text in, text out, in this process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.engine.messages import EngineInfo, EngineStats, NewRequest, RequestMetrics
+from forerun.engine.messages import RequestOutput as EngineOutput
+from forerun.errors import ConfigError, RequestError
+from forerun.models.tokenizer import Tokenizer
+from forerun.request import SEED_BITS, FinishReason, SamplingParams
+from forerun.spec.config import SpeculativeConfig
+from forerun.spec.verifier import TokenLogprobs
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer.
+
+    Attributes:
+        token_ids: what was generated; an end token is the last of them, and not in the text.
+        logprobs: one entry a token where asked for.
+        drafted: for each token, whether it was drafted and accepted (False: drawn by the target).
+        stop_reason: the stop string or stop token id that ended the text; None for the model's own end token.
+        metrics: times, and `speculative_decoding`: acceptance figures (None without speculation).
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    drafted: list[bool] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers. `seed` is the one that was used: with it the same text comes again."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    seed: int
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        return self.outputs[0].metrics
+
+
+class LLM:
+    """A model with its engine in this process.
+
+    Args:
+        model: a directory in Hugging Face layout, a .gguf file or a built-in name (`smollm2-135m`).
+        speculative_config: keys as in docs/speculative-config.md; None: plain decoding.
+        settings: any other field of `EngineConfig`.
+
+    Raises:
+        ConfigError: a setting or a file that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        speculative_config: str | Mapping[str, Any] | SpeculativeConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
+        if unknown:
+            raise ConfigError(f"unknown setting {min(unknown)!r}: LLM takes the fields of EngineConfig")
+        if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
+            speculative_config = SpeculativeConfig.parse(speculative_config)
+        config = EngineConfig(model=model, speculative_config=speculative_config, **settings)
+        self.engine = Engine.from_config(config)
+        self.tokenizer: Tokenizer = self.engine.outputs.tokenizer
+        self._ids = itertools.count()
+        self._seeds = random.Random(config.seed)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculation: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all of them in one batch.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of either.
+            sampling_params: one for all, or one a prompt.
+            speculation: False switches drafting off for this call.
+
+        Raises:
+            RequestError: a prompt or parameter that cannot be served; nothing is generated then.
+        """
+        batch = _as_batch(prompts)
+        return self._run(
+            [(p if isinstance(p, str) else None, self._encode(p)) for p in batch], sampling_params, speculation
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculation: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations: one, or a list of them. `template` goes to the chat template."""
+        batch = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        conversations = cast(Sequence[Sequence[Message]], batch)
+        prompts = [self.tokenizer.apply_chat_template([dict(m) for m in c], **template) for c in conversations]
+        return self._run([(None, ids) for ids in prompts], sampling_params, speculation)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        speculation: bool,
+    ) -> list[RequestOutput]:
+        params = sampling_params or SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling_params", "sampling_params")
+        results: dict[str, RequestOutput] = {}
+        try:
+            for (text, ids), p in zip(prompts, each, strict=True):
+                seed = self._seeds.getrandbits(SEED_BITS) if p.seed is None else p.seed
+                request_id = f"request-{next(self._ids)}"
+                self.engine.add_request(
+                    NewRequest(request_id, ids, p, seed, max_draft_tokens=None if speculation else 0)
+                )
+                answer = CompletionOutput(logprobs=None if p.logprobs is None else [])
+                results[request_id] = RequestOutput(request_id, text, ids, seed, [answer])
+            while self.engine.has_work:
+                for output in self.engine.step().outputs:
+                    _extend(results[output.request_id], output)
+        except BaseException:
+            self.engine.abort_requests(results)
+            raise
+        return list(results.values())
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _extend(result: RequestOutput, new: EngineOutput) -> None:
+    answer = result.outputs[0]
+    answer.text += new.text
+    answer.token_ids += new.token_ids
+    answer.drafted += new.drafted
+    if answer.logprobs is not None:
+        answer.logprobs += new.logprobs or []
+    result.num_cached_tokens = new.num_cached_tokens
+    answer.finish_reason, answer.stop_reason, answer.metrics = new.finish_reason, new.stop_reason, new.metrics

@@ -1,0 +1,52 @@
+"""From logits to the distribution that tokens are drawn from: one function, for the target and for any draft.
+
+It works on one row at a time, so that a row's bits do not depend on how many rows a step has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.request import SamplingParams
+
+NEGATIVE_INFINITY = float("-inf")
+TOP_P_CANDIDATES = 1024
+
+
+def processed_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Log-probabilities after temperature, top-k and top-p, in this order.
+
+    Args:
+        logits: [V] float32.
+        params: temperature above 0.
+    Returns:
+        [V] float32; minus infinity where a token was filtered out. Among equal logits none is preferred: all tokens
+        as likely as the last one kept are kept.
+    """
+    logits = logits / params.temperature
+    if 0 < params.top_k < logits.shape[0]:
+        threshold = logits.topk(params.top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, NEGATIVE_INFINITY)
+    logprobs = logits.log_softmax(dim=-1)
+    if params.top_p < 1.0:
+        threshold = _top_p_threshold(logprobs, params.top_p)
+        logprobs = logprobs.masked_fill(logprobs < threshold, NEGATIVE_INFINITY).log_softmax(dim=-1)
+    return logprobs
+
+
+def _top_p_threshold(logprobs: Tensor, top_p: float) -> Tensor:
+    """Log-probability of the last token of the smallest set that reaches `top_p`."""
+    size = logprobs.shape[0]
+    for num_candidates in (TOP_P_CANDIDATES, size):  # the head is nearly always enough; both give the same sums
+        top = logprobs.topk(min(num_candidates, size)).values
+        cumulative = top.exp().cumsum(dim=-1)
+        if cumulative[-1] >= top_p:
+            break
+    reached = int((cumulative < top_p).sum())
+    return top[min(reached, top.shape[0] - 1)]
+
+
+def draw(logprobs: Tensor, noise: Tensor) -> int:
+    """The token that wins: argmax of log-probability plus Gumbel noise. Both [V]; filtered tokens cannot win."""
+    return int(torch.argmax(logprobs.double() + noise))

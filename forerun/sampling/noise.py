@@ -1,0 +1,55 @@
+"""Noise that depends on nothing but its key: the counter-based generator Philox4x32-10.
+
+The draw of a request at an output position is the same in any batch, at any time, with any draft.
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+TOKEN_STREAM = 0  # last counter word: which use the numbers are for
+
+
+def philox(counter: tuple[Tensor, int, int, int], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four 32-bit words for every element of the first counter word.
+
+    Args:
+        counter: four 32-bit words; the first is an int64 tensor [N].
+        key: two 32-bit words.
+    Returns:
+        Four int64 tensors [N] with values in [0, 2^32).
+    """
+    first, *rest = counter
+    c0, c1, c2, c3 = first, *(torch.full_like(first, word) for word in rest)
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # int64 products wrap; their 64 bits are those of the unsigned product
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (product1 >> 32) & MASK ^ c1 ^ k0,
+            product1 & MASK,
+            (product0 >> 32) & MASK ^ c3 ^ k1,
+            product0 & MASK,
+        )
+        k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
+    return c0, c1, c2, c3
+
+
+@functools.lru_cache(maxsize=4)
+def _counters(vocab_size: int) -> Tensor:
+    return torch.arange(-(-vocab_size // 4), dtype=torch.int64)
+
+
+def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> Tensor:
+    """Gumbel noise of every token at one output position: [V] float64, a pure function of the arguments."""
+    words = philox((_counters(vocab_size), position, choice, TOKEN_STREAM), (seed & MASK, (seed >> 32) & MASK))
+    uniform = (torch.stack(words, dim=1).flatten()[:vocab_size].double() + 0.5) / 2.0**32  # in (0, 1), never 0 or 1
+    return -torch.log(-torch.log(uniform))

@@ -1,0 +1,45 @@
+"""What the metrics and log lines say about speculation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from forerun.engine.plan import Plan
+    from forerun.spec.verifier import Verdict
+
+
+class SpecTotals(msgspec.Struct):
+    """Counters of speculation since the start, for all requests or for one proposer."""
+
+    num_drafts: int = 0  # (request, step) pairs with at least one drafted token verified
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (num_accepted - len(per_pos)))
+        for position in range(num_accepted):
+            per_pos[position] += 1
+
+
+class SpecCounters:
+    """Totals over everything, and by proposer."""
+
+    def __init__(self) -> None:
+        self.totals = SpecTotals()
+        self.by_proposer: dict[str, SpecTotals] = {}
+
+    def observe(self, plan: Plan, verdict: Verdict) -> None:
+        """Count one step: drafted tokens are those verified, accepted ones those that stand after any stop."""
+        for s in plan.scheduled:
+            if s.samples and len(s.draft):
+                num_accepted = len(verdict.by_request[s.request.request_id].accepted)
+                self.totals.observe(len(s.draft), num_accepted)
+                self.by_proposer.setdefault(s.draft.source, SpecTotals()).observe(len(s.draft), num_accepted)

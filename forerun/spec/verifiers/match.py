@@ -1,0 +1,75 @@
+"""The default rule: the target draws its own token at every row; a drafted token stands if it is that token.
+
+Path-lossless: the text of a request does not depend on drafts, on their lengths or on who drafts. For one-hot drafts
+a drafted token x is accepted with probability p(x), as often as rejection sampling would.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.sampling.batch import SamplingBatch, SamplingRows
+from forerun.sampling.distribution import draw, processed_logprobs
+from forerun.sampling.noise import gumbel
+from forerun.spec.proposer import Draft, RequestDraft
+from forerun.spec.verifier import RequestVerdict, TokenLogprobs, Verdict
+
+
+class MatchVerifier:
+    """Keeps the path of drafted tokens that the target draws itself. Greedy is its limit at temperature 0."""
+
+    name = "match"
+    lossless = "path"
+
+    def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
+        greedy = target_logits.argmax(dim=-1).tolist() if any(rows.params.greedy for rows in sampling) else []
+        return Verdict(
+            {rows.request_id: self._walk(draft.of(rows.request_id), target_logits, rows, greedy) for rows in sampling}
+        )
+
+    def _walk(self, draft: RequestDraft, logits: Tensor, rows: SamplingRows, greedy: list[int]) -> RequestVerdict:
+        """From the root, follow the child that the target drew until there is none."""
+        verdict = RequestVerdict([], [], num_drafted=len(draft))
+        if rows.params.logprobs is not None:
+            verdict.logprobs = []
+        node = -1
+        while True:
+            row = rows.first_row + 1 + node
+            position = rows.position + len(verdict.accepted)
+            token = greedy[row] if rows.params.greedy else self.draw_row(logits[row], rows, position)
+            verdict.token_ids.append(token)
+            if verdict.logprobs is not None:
+                verdict.logprobs.append(token_logprobs(logits[row], token, rows.params.logprobs or 0))
+            child = find_child(draft, node, token)
+            if child is None:
+                return verdict
+            verdict.accepted.append(child)
+            node = child
+
+    def draw_row(self, logits: Tensor, rows: SamplingRows, position: int) -> int:
+        """The target's own token at an output position; a method so that tests can enumerate the draws."""
+        noise = gumbel(rows.seed, rows.choice, position, logits.shape[-1])
+        return draw(processed_logprobs(logits, rows.params), noise)
+
+
+def find_child(draft: RequestDraft, node: int, token_id: int) -> int | None:
+    """The child of `node` (-1: the root) that holds this token."""
+    if draft.parents is None:
+        child = node + 1
+        return child if child < len(draft) and draft.tokens[child] == token_id else None
+    for child in range(node + 1, len(draft)):
+        if draft.parents[child] == node and draft.tokens[child] == token_id:
+            return child
+    return None
+
+
+def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+    """Log-probabilities of one row [V] under the raw distribution."""
+    logprobs = logits.log_softmax(dim=-1)
+    logprob = logprobs[token_id]
+    top: list[tuple[int, float]] = []
+    if num_top:
+        values, ids = torch.topk(logprobs, num_top)
+        top = list(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(token_id, float(logprob), 1 + int((logprobs > logprob).sum()), top)

@@ -1,0 +1,95 @@
+"""The reference backend against torch's own attention, and bit-exactness of its rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forerun.attention import KVShape, QueryTile, StepLayout
+from forerun.attention.reference import KEY_TILE, ReferenceAttention
+
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
+
+
+def backend(num_blocks: int = 80) -> ReferenceAttention:
+    shape = KVShape(num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=BLOCK)
+    pool = torch.zeros(num_blocks * shape.block_bytes(4), dtype=torch.uint8)
+    return ReferenceAttention(shape, HEADS, pool, torch.float32)
+
+
+def step(
+    attention: ReferenceAttention, qkv: tuple[torch.Tensor, ...], table: list[int], start: int, stop: int
+) -> torch.Tensor:
+    """Positions start..stop-1 of one sequence as one step, in tiles of the backend's size."""
+    slots = torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(start, stop)])
+    size = attention.row_tile
+    tiles = [
+        QueryTile(range(first - start, min(first + size, stop) - start), first, table)
+        for first in range(start, stop, size)
+    ]
+    attention.begin(StepLayout(slots, tiles))
+    out = [attention.attend(layer, *(t[start:stop] for t in qkv)) for layer in range(2)]
+    assert not torch.equal(out[0], torch.zeros_like(out[0]))
+    return out[1]
+
+
+def random_qkv(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(length, HEADS, DIM), torch.randn(length, KV_HEADS, DIM), torch.randn(length, KV_HEADS, DIM)
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 17, KEY_TILE - 1, KEY_TILE, KEY_TILE + 1, 700])
+def test_equals_torch_attention(length: int) -> None:
+    query, key, value = qkv = random_qkv(length)
+    table = torch.randperm(80)[: -(-length // BLOCK)].tolist()
+    got = step(backend(), qkv, table, 0, length)
+    expected = F.scaled_dot_product_attention(
+        query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), is_causal=True, enable_gqa=True
+    ).transpose(0, 1)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [[600], [1] * 30 + [570], [7, 256, 1, 300, 36], [599, 1], [300, 300]])
+def test_rows_do_not_depend_on_chunks(chunks: list[int]) -> None:
+    torch.manual_seed(3)
+    qkv = random_qkv(600)
+    whole = step(backend(), qkv, list(range(38)), 0, 600)
+    attention, pieces = backend(), []
+    for start, stop in itertools.pairwise([0, *itertools.accumulate(chunks)]):
+        pieces.append(step(attention, qkv, list(range(70, 32, -1)), start, stop))
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_path_of_a_tree_has_the_bits_of_a_chain() -> None:
+    """Two branches after 40 tokens, nodes interleaved in the cache; each equals the chain of its own path."""
+    torch.manual_seed(4)
+    context = random_qkv(40)
+    branches = [random_qkv(3), random_qkv(3)]
+    expected = []
+    for branch in branches:
+        attention = backend()
+        both = tuple(torch.cat([c, b]) for c, b in zip(context, branch, strict=True))
+        step(attention, both, list(range(3)), 0, 40)
+        expected.append(step(attention, both, list(range(3)), 40, 43))
+    attention, table = backend(), [5, 2, 9, 7]
+    step(attention, context, table, 0, 40)
+    mixed = tuple(torch.stack(pair, 1).flatten(0, 1) for pair in zip(*branches, strict=True))  # a0 b0 a1 b1 a2 b2
+    slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(40, 46)]
+    tiles = [QueryTile([b, b + 2, b + 4], 40, table, 40, slots[b::2]) for b in range(2)]
+    attention.begin(StepLayout(torch.tensor(slots), tiles))
+    attention.attend(0, *mixed)
+    out = attention.attend(1, *mixed)
+    for b in range(2):
+        assert torch.equal(out[b::2], expected[b])
+
+
+def test_move_copies_a_path_in_all_layers() -> None:
+    attention = backend()
+    qkv = random_qkv(8)
+    step(attention, qkv, [3], 0, 8)
+    attention.move([3 * BLOCK + 5, 3 * BLOCK + 7], [3 * BLOCK + 1, 3 * BLOCK + 2])
+    for layer, (source, target) in itertools.product(range(2), [(5, 1), (7, 2)]):
+        assert torch.equal(attention.cache[3, layer, 0, target], qkv[1][source])
+        assert torch.equal(attention.cache[3, layer, 1, target], qkv[2][source])

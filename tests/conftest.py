@@ -1,0 +1,22 @@
+"""Shared by all tests: two threads, no hub, and a tiny target whose text is worth comparing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the tiny models are smaller than the hand-over to a second thread
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Target T: Llama type, 2 layers, hidden 64, 320 byte-level ids, float32, peaked, 256 positions."""
+    from tests.tiny_engine import save_tiny_target
+
+    return save_tiny_target(tmp_path_factory.mktemp("tiny") / "target")
