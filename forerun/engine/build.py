@@ -85,7 +85,6 @@ def build_engine(config: EngineConfig) -> Engine:
         control=FixedLength(num_spec_tokens),
         tokenizer=tokenizer,
         eos_token_ids={*tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        max_num_waiting=config.max_num_waiting,
         info=EngineInfo(
             model=config.model,
             max_model_len=max_model_len,

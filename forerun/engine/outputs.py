@@ -21,6 +21,9 @@ class OutputProcessor:
     def start(self, request: Request) -> None:
         self._detokenizers[request.request_id] = Detokenizer(self.tokenizer, request.params, request.eos_token_ids)
 
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._detokenizers
+
     def forget(self, request_id: str) -> None:
         self._detokenizers.pop(request_id, None)
 
