@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+import numpy as np
 import torch
 
 from forerun.attention import KVShape
@@ -51,7 +52,7 @@ def build_engine(config: EngineConfig) -> Engine:
         [GroupSpec("target", shape.block_bytes(dtype.itemsize))], kv_cache_bytes(config.kv_cache_memory_bytes)
     )
     max_model_len = _fit(config, model_config, shape, dtype, pool.num_bytes)
-    memory = torch.zeros(pool.num_bytes, dtype=torch.uint8)
+    memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
     attention = ReferenceAttention(shape, model_config.num_heads, memory, dtype)
     num_tokens = pool.num_chunks * config.block_size
     lines = start_up_lines(
