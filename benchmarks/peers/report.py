@@ -99,8 +99,9 @@ def draw_steps(panel: Any, name: str, figures: Figures) -> None:
             rows = [int(key) for key in by_rows if key != "cost"]
             medians = [by_rows[str(count)]["median"] for count in rows]
             panel.plot(rows, medians, line, marker="o", color=colours[side], label=f"{side}, {part}")
-    panel.set(title=name, xlabel="rows in a step", ylabel="tokens/s", xscale="log")
+    panel.set(title=name, xlabel="rows in a step", ylabel="tokens/s")
     panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:g}")
     panel.set_ylim(bottom=0)
     if panel.lines:
         panel.legend()
@@ -110,22 +111,21 @@ def draw_spec(panel: Any, name: str, found: Figures) -> None:
     """Groups of bars: a group a category, a bar a method, whiskers from the lowest to the highest round."""
     panel.set(title=f"{name}: Spec-Bench, greedy, one request at a time", ylabel="tokens/s")
     if not found:
+        panel.set_axis_off()
         return
+    from matplotlib import colormaps
+
     categories = list(next(iter(found.values())))
     width = 0.8 / len(found)
+    seen: dict[str, int] = {}
     for place, (side, figures) in enumerate(found.items()):
+        program = side.split(" ")[0]
+        seen[program] = seen.get(program, 0) + 1
         rates = [figures[category]["tokens_per_s"] for category in categories]
         middle = [r["median"] for r in rates]
         around = [[r["median"] - r["low"] for r in rates], [r["high"] - r["median"] for r in rates]]
-        shade = "Blues" if side.startswith("forerun") else "Oranges"
-        colour = colour_of(shade, place, len(found))
+        colour = colormaps["Blues" if program == "forerun" else "Oranges"](0.25 + 0.17 * seen[program])
         at = [group + (place - len(found) / 2 + 0.5) * width for group in range(len(categories))]
         panel.bar(at, middle, width, yerr=around, label=side, color=colour)
     panel.set_xticks(range(len(categories)), categories)
-    panel.legend(fontsize="small", ncols=2)
-
-
-def colour_of(shade: str, place: int, count: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps[shade](0.35 + 0.6 * (place % 4) / max(3, count / 2))
+    panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
