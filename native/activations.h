@@ -15,9 +15,9 @@ inline constexpr int tile_rows = 4;
 struct alignas(64) ActivationGroup {
   std::int8_t values[tile_rows][group_size];  // -127..127
   float scale[tile_rows];
-  float scaled_sum[tile_rows];             // scale * (sum of the values): meets the minimum of a weight group
-  std::int32_t minus_sum[tile_rows];       // - (sum of the values): undoes the offset of unsigned weights
-  std::int32_t minus_half_sum[tile_rows];  // the same of the first 16 values
+  float scaled_sum[tile_rows];                // scale * (sum of the values): meets the minimum of a weight group
+  std::int32_t minus_sum[tile_rows];          // - (sum of the values): undoes the offset of unsigned weights
+  std::int16_t minus_half_sum[2][tile_rows];  // the same of the first and of the last 16 values
 };
 static_assert(sizeof(ActivationGroup) == 192);
 

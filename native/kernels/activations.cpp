@@ -94,7 +94,8 @@ void quantize_group(const float* x, ActivationGroup& group, int lane) {
   group.scale[lane] = scale;
   group.scaled_sum[lane] = scale * static_cast<float>(sums.all);
   group.minus_sum[lane] = -sums.all;
-  group.minus_half_sum[lane] = -sums.first_half;
+  group.minus_half_sum[0][lane] = static_cast<std::int16_t>(-sums.first_half);
+  group.minus_half_sum[1][lane] = static_cast<std::int16_t>(sums.first_half - sums.all);
 }
 
 void quantize(const float* x, std::int64_t k, ActivationGroup* tile, int lane) {
