@@ -107,6 +107,7 @@ void bind_linear(nb::module_& module) {
   module.def("quantize", &quantize, nb::arg("x"), nb::arg("rows"), nb::arg("k"), nb::arg("values"), nb::arg("scales"));
   nb::class_<LinearObject>(module, "Linear")
       .def(nb::init<std::int64_t, const std::vector<LinearObject::Part>&>(), nb::arg("k"), nb::arg("parts"))
+      .def("address", [](const LinearObject& object) { return reinterpret_cast<Address>(&object.linear()); })
       .def("run", &LinearObject::run, nb::arg("x"), nb::arg("x_stride"), nb::arg("rows"), nb::arg("y"),
            nb::arg("y_stride"), nb::call_guard<nb::gil_scoped_release>());
 }

@@ -149,6 +149,7 @@ class PackedLinear:
         if self.bias is not None and self.bias.shape != (self.n,):
             raise ValueError(f"bias must be [{self.n}], got {list(self.bias.shape)}")
         self._native = extension().Linear(self.k, self._parts())
+        self.address: int = self._native.address()  # for calls that fuse more with the product
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [T, K] float32, rows contiguous -> [T, N] float32, in `out` if given."""
