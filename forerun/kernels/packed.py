@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
@@ -182,7 +183,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     The plain twin of what the extension does to activations; equal to it bit by bit.
     """
-    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    groups = F.pad(x, (0, -x.shape[1] % 32)).view(x.shape[0], -1, 32)
     largest = groups.abs().amax(-1, keepdim=True)
     used = (largest >= 1e-30) & largest.isfinite()
     values = torch.where(used, groups * (127.0 / largest), 0.0).round().to(torch.int8)
