@@ -77,8 +77,10 @@ def native_runs(kind: str, k: int, n: int, total_bytes: int) -> tuple[list[Run],
         first = PackedWeight.of_floats(torch.randn(n, k, dtype=torch.bfloat16), kind)
     else:
         first = PackedWeight.of_gguf(weight_bytes(kind, n, k), GGMLQuantizationType[kind.upper()], (n, k))
-    copies = max(2, min(400, total_bytes // first.num_bytes))
-    weights = [first] + [PackedWeight(kind, (n, k), first.data.clone()) for _ in range(copies - 1)]
+    weights = [first]
+    for _ in range(max(2, min(400, total_bytes // first.num_bytes)) - 1):
+        weights.append(PackedWeight.empty(kind, n, k))
+        weights[-1].data.copy_(first.data)
     return [PackedLinear([weight]) for weight in weights], first.num_bytes
 
 

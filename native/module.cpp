@@ -38,4 +38,5 @@ NB_MODULE(_native, module) {
   module.def("num_threads", &forerun::num_threads);
   module.def("set_num_threads", &forerun::set_num_threads, nb::arg("count"));
   forerun::bind_linear(module);
+  forerun::bind_memory(module);
 }

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from forerun.kernels.buffers import allocate
 from forerun.kernels.native import extension
 
 KINDS = {
@@ -60,7 +61,7 @@ class PackedWeight:
 
     @classmethod
     def empty(cls, kind: str, num_rows: int, k: int) -> PackedWeight:
-        return cls(kind, (num_rows, k), torch.zeros(extension().packed_bytes(kind, num_rows, k), dtype=torch.uint8))
+        return cls(kind, (num_rows, k), allocate(extension().packed_bytes(kind, num_rows, k)))
 
     @classmethod
     def of_gguf(cls, raw: Tensor, ggml_type: int, shape: tuple[int, int]) -> PackedWeight:
