@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# Before torch loads OpenMP. Threads that spin while they wait take the core from the one they wait for: with another
+# process on the machine a step of SmolLM2 took 1,170 ms with OpenMP's own setting, 160 ms with this one.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from forerun.engine.config import EngineConfig

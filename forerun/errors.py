@@ -5,6 +5,8 @@
     │   └── CheckpointError    a model file that is missing, broken or not ours to run
     ├── RequestError           one request is wrong: HTTP 400, nobody else notices
     │   └── ModelNotFoundError the request names a model that is not served: HTTP 404
+    ├── QueueFullError         as many requests wait as may wait: HTTP 503, try again later
+    ├── RequestFailedError     the engine could not go on with a request: HTTP 500
     └── EngineDeadError        the engine process is gone: HTTP 500, /health says so
 
 A message says what was wrong, the value, and what to do. `assert` is for what only our own mistake can break.
@@ -38,6 +40,14 @@ class RequestError(ForerunError):
 
 class ModelNotFoundError(RequestError):
     """The request names a model that this server does not serve."""
+
+
+class QueueFullError(ForerunError):
+    """As many requests wait as may wait; try again later."""
+
+
+class RequestFailedError(ForerunError):
+    """The engine could not go on with this request, through no fault of the request."""
 
 
 class EngineDeadError(ForerunError):

@@ -17,5 +17,6 @@ Value* at(Address address) {
 
 void bind_linear(nanobind::module_& module);
 void bind_ops(nanobind::module_& module);
+void bind_memory(nanobind::module_& module);
 
 }  // namespace forerun

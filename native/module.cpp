@@ -39,4 +39,5 @@ NB_MODULE(_native, module) {
   module.def("set_num_threads", &forerun::set_num_threads, nb::arg("count"));
   forerun::bind_linear(module);
   forerun::bind_ops(module);
+  forerun::bind_memory(module);
 }

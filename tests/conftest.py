@@ -1,4 +1,4 @@
-"""Shared by all tests: two threads, no hub, and a tiny target whose text is worth comparing."""
+"""Shared by all tests: few threads, no hub, and a tiny target whose text is worth comparing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-import torch
+
+import forerun  # noqa: F401  sets OpenMP up before torch loads it
+
+import torch  # isort: skip
 
 torch.set_num_threads(1)  # the tiny models are smaller than the hand-over to a second thread
 

@@ -1,0 +1,84 @@
+"""The command line: one module a command, each with a function of its own name.
+
+Only the module of the command that is asked for is imported, so that `forerun --help` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from forerun.errors import ForerunError
+
+COMMANDS = {
+    "serve": "Serve a model over HTTP, in OpenAI's form.",
+    "generate": "Complete a prompt, here and now.",
+    "demo": "Show what speculation brings, on the built-in model.",
+    "config": "List the keys of --speculative-config, or check one.",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that the arguments name. A user's mistake is one line on stderr and exit code 1."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words:
+            from forerun.cli.speculation import join_dotted
+
+            words = join_dotted(words)
+        build_app(words[0] if words else None)(args=words, prog_name="forerun")
+    except ForerunError as error:
+        _fail(str(error))
+    except OSError as error:  # a disk that is full, a file that is not there
+        where = f": {error.filename}" if error.filename else ""
+        _fail(f"{error.strerror or error}{where}")
+
+
+def build_app(wanted: str | None) -> typer.Typer:
+    """The program with all commands in its help, of which only `wanted` can be run."""
+    app = typer.Typer(
+        help="A server for large language models whose core is lossless speculative decoding.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_program)
+    for name, about in COMMANDS.items():
+        app.command(name, short_help=about, help=None if name == wanted else about)(
+            _command(name) if name == wanted else _absent
+        )
+    return app
+
+
+def _command(name: str) -> Callable[..., Any]:
+    command: Callable[..., Any] = getattr(importlib.import_module(f"forerun.cli.{name}"), name)
+    return command
+
+
+def _absent() -> None:
+    raise AssertionError("a command that was not asked for")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"forerun {version('forerun')}")
+        raise typer.Exit
+
+
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None: ...
+
+
+def _fail(message: str) -> None:
+    print(f"forerun: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+import numpy as np
 import torch
 
 from forerun.attention import KVShape
@@ -51,7 +52,7 @@ def build_engine(config: EngineConfig) -> Engine:
         [GroupSpec("target", shape.block_bytes(dtype.itemsize))], kv_cache_bytes(config.kv_cache_memory_bytes)
     )
     max_model_len = _fit(config, model_config, shape, dtype, pool.num_bytes)
-    memory = torch.zeros(pool.num_bytes, dtype=torch.uint8)
+    memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
     attention = ReferenceAttention(shape, model_config.num_heads, memory, dtype)
     num_tokens = pool.num_chunks * config.block_size
     lines = start_up_lines(
@@ -85,7 +86,6 @@ def build_engine(config: EngineConfig) -> Engine:
         control=FixedLength(num_spec_tokens),
         tokenizer=tokenizer,
         eos_token_ids={*tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        max_num_waiting=config.max_num_waiting,
         info=EngineInfo(
             model=config.model,
             max_model_len=max_model_len,

@@ -24,7 +24,7 @@ class EngineConfig:
         max_model_len: longest prompt plus output, tokens; None: the model's own, cut to what the KV cache holds.
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most tokens in one step, drafted ones included; longer prompts are computed in chunks.
-        max_num_waiting: most requests that wait; one more is refused.
+        max_num_waiting: most requests that wait in a server; one more is refused.
         kv_cache_memory_bytes: memory for KV blocks; None: a quarter of what is free after loading.
         block_size: tokens a block.
         enable_prefix_caching: keep full blocks of finished requests for prompts that begin alike.

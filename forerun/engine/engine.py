@@ -37,7 +37,6 @@ class Engine:
         tokenizer: Tokenizer,
         info: EngineInfo,
         eos_token_ids: Iterable[int] = (),
-        max_num_waiting: int = 4096,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -47,7 +46,6 @@ class Engine:
         self.outputs = OutputProcessor(tokenizer)
         self._info = info
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_num_waiting = max_num_waiting
         self._arrivals = itertools.count()
         self._spec = SpecCounters()
         self._totals = EngineStats()
@@ -80,8 +78,8 @@ class Engine:
     def add_request(self, new: NewRequest) -> None:
         """Queue a request. Raises RequestError, naming the field, for one that can never be served."""
         request = self._request(new)
-        if len(self.scheduler.waiting) >= self._max_num_waiting:
-            raise RequestError(f"the queue is full: {self._max_num_waiting} requests wait; try again later")
+        if self.outputs.holds(request.request_id):
+            raise RequestError(f"request id {request.request_id!r} is in use: choose another one", "request_id")
         self.outputs.start(request)
         self.scheduler.add(request)
 

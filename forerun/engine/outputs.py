@@ -19,7 +19,13 @@ class OutputProcessor:
         self._detokenizers: dict[str, Detokenizer] = {}
 
     def start(self, request: Request) -> None:
-        self._detokenizers[request.request_id] = Detokenizer(self.tokenizer, request.params, request.eos_token_ids)
+        # An output goes on where its prompt ends: a leading space is the text's own
+        self._detokenizers[request.request_id] = Detokenizer(
+            self.tokenizer, request.params, request.eos_token_ids, strip_leading=False
+        )
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._detokenizers
 
     def forget(self, request_id: str) -> None:
         self._detokenizers.pop(request_id, None)

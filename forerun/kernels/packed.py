@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from forerun.kernels.buffers import allocate
 from forerun.kernels.native import extension
 
 KINDS = {
@@ -59,7 +61,7 @@ class PackedWeight:
 
     @classmethod
     def empty(cls, kind: str, num_rows: int, k: int) -> PackedWeight:
-        return cls(kind, (num_rows, k), torch.zeros(extension().packed_bytes(kind, num_rows, k), dtype=torch.uint8))
+        return cls(kind, (num_rows, k), allocate(extension().packed_bytes(kind, num_rows, k)))
 
     @classmethod
     def of_gguf(cls, raw: Tensor, ggml_type: int, shape: tuple[int, int]) -> PackedWeight:
@@ -183,7 +185,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     The plain twin of what the extension does to activations; equal to it bit by bit.
     """
-    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    groups = F.pad(x, (0, -x.shape[1] % 32)).view(x.shape[0], -1, 32)
     largest = groups.abs().amax(-1, keepdim=True)
     used = (largest >= 1e-30) & largest.isfinite()
     values = torch.where(used, groups * (127.0 / largest), 0.0).round().to(torch.int8)

@@ -6,6 +6,7 @@ namespace forerun::FORERUN_ISA {
 
 namespace {
 
+
 constexpr int prefetch_distance = 1024;  // bytes; the processor's own prefetch stops at each page
 
 template <int bytes>
@@ -181,7 +182,49 @@ void quantised_panel(const PanelCall& call) {
   }
 }
 
-// bf16 weights times float32 rows, k by k.
+// bf16 weights times float32 rows, k by k. Two k a record; `pairs` records.
+template <int count>
+void add_bf16(const Bf16Record* records, std::int64_t pairs, const float* x, std::int64_t x_stride,
+              Floats (*total)[parts]) {
+  Floats sums[count][parts];
+  for (int r = 0; r < count; ++r) {
+    for (int part = 0; part < parts; ++part) sums[r][part] = total[r][part];
+  }
+  for (std::int64_t i = 0; i < pairs; ++i, x += 2) {
+    __builtin_prefetch(reinterpret_cast<const char*>(records + i) + prefetch_distance);
+    Floats even[parts], odd[parts];
+    for (int part = 0; part < parts; ++part) {
+      even[part] = bf16_even(records[i], part);
+      odd[part] = bf16_odd(records[i], part);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < count; ++r) {
+      Floats first = broadcast(x + r * x_stride);
+      for (int part = 0; part < parts; ++part) sums[r][part] = fused(even[part], first, sums[r][part]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < count; ++r) {
+      Floats second = broadcast(x + r * x_stride + 1);
+      for (int part = 0; part < parts; ++part) sums[r][part] = fused(odd[part], second, sums[r][part]);
+    }
+  }
+  for (int r = 0; r < count; ++r) {
+    for (int part = 0; part < parts; ++part) total[r][part] = sums[r][part];
+  }
+}
+
+constexpr std::int64_t bf16_chunk = 32;  // records that stay in the innermost cache for the other rows
+
+template <int rows, int first = 0>
+FORERUN_INLINE void add_bf16_rows(const Bf16Record* records, std::int64_t pairs, const float* x, std::int64_t x_stride,
+                                  Floats (*total)[parts]) {
+  if constexpr (first < rows) {
+    constexpr int count = rows - first < rows_at_once ? rows - first : rows_at_once;
+    add_bf16<count>(records, pairs, x + first * x_stride, x_stride, total + first);
+    add_bf16_rows<rows, first + rows_at_once>(records, pairs, x, x_stride, total);
+  }
+}
+
 template <int rows>
 void bf16_panel(const PanelCall& call) {
   const auto* records = static_cast<const Bf16Record*>(call.panel);
@@ -190,26 +233,18 @@ void bf16_panel(const PanelCall& call) {
     for (int part = 0; part < parts; ++part) total[r][part] = zero_floats();
   }
   std::int64_t pairs = call.k / 2;
-  for (std::int64_t i = 0; i < call.records; ++i) {
-    Floats even[parts], odd[parts];
-    for (int part = 0; part < parts; ++part) {
-      even[part] = bf16_even(records[i], part);
-      odd[part] = bf16_odd(records[i], part);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) {
-      Floats x = broadcast(call.x + r * call.x_stride + 2 * i);
-      for (int part = 0; part < parts; ++part) total[r][part] = fused(even[part], x, total[r][part]);
-    }
-    if (i == pairs) break;  // the last k of an odd number
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) {
-      Floats x = broadcast(call.x + r * call.x_stride + 2 * i + 1);
-      for (int part = 0; part < parts; ++part) total[r][part] = fused(odd[part], x, total[r][part]);
-    }
+  for (std::int64_t i = 0; i < pairs; i += bf16_chunk) {
+    std::int64_t count = pairs - i < bf16_chunk ? pairs - i : bf16_chunk;
+    add_bf16_rows<rows>(records + i, count, call.x + 2 * i, call.x_stride, total);
   }
   for (int r = 0; r < rows; ++r) {
-    for (int part = 0; part < parts; ++part) store(call.out[r], part, total[r][part]);
+    for (int part = 0; part < parts; ++part) {
+      if (call.k % 2) {
+        Floats last = broadcast(call.x + r * call.x_stride + call.k - 1);
+        total[r][part] = fused(bf16_even(records[pairs], part), last, total[r][part]);
+      }
+      store(call.out[r], part, total[r][part]);
+    }
   }
 }
 

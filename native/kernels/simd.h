@@ -17,6 +17,19 @@ namespace forerun::FORERUN_ISA {
 
 namespace {
 
+// Compilers reorder sums of integers so that all products are there before the first is added: more than registers
+// hold. A sum that has gone through this is made in its place.
+#if defined(FORERUN_ISA_avx2)
+#define FORERUN_PINNED "+x"
+#else
+#define FORERUN_PINNED "+v"
+#endif
+template <class Vector>
+FORERUN_INLINE Vector pinned(Vector a) {
+  asm("" : FORERUN_PINNED(a));
+  return a;
+}
+
 #if defined(FORERUN_ISA_portable)
 
 inline constexpr int parts = 1;  // registers of a panel-wide vector
@@ -161,8 +174,8 @@ FORERUN_INLINE Ints broadcast_quad(const std::int8_t* x) {
 }
 FORERUN_INLINE Ints low_nibbles(Ints a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 FORERUN_INLINE Ints high_nibbles(Ints a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
-FORERUN_INLINE Ints add16(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
-FORERUN_INLINE Ints add32(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+FORERUN_INLINE Ints add16(Ints a, Ints b) { return pinned(_mm256_add_epi16(a, b)); }
+FORERUN_INLINE Ints add32(Ints a, Ints b) { return pinned(_mm256_add_epi32(a, b)); }
 FORERUN_INLINE Ints shift_left(Ints a, int count) { return _mm256_slli_epi32(a, count); }
 template <class Int>  // 16 or 32 bits
 FORERUN_INLINE Ints broadcast32(const Int* value) {
@@ -220,8 +233,8 @@ FORERUN_INLINE Ints broadcast_quad(const std::int8_t* x) {
 }
 FORERUN_INLINE Ints low_nibbles(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 FORERUN_INLINE Ints high_nibbles(Ints a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
-FORERUN_INLINE Ints add16(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
-FORERUN_INLINE Ints add32(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+FORERUN_INLINE Ints add16(Ints a, Ints b) { return pinned(_mm512_add_epi16(a, b)); }
+FORERUN_INLINE Ints add32(Ints a, Ints b) { return pinned(_mm512_add_epi32(a, b)); }
 FORERUN_INLINE Ints shift_left(Ints a, int count) { return _mm512_slli_epi32(a, count); }
 template <class Int>  // 16 or 32 bits
 FORERUN_INLINE Ints broadcast32(const Int* value) {

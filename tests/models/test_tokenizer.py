@@ -171,6 +171,8 @@ def _value(value: object) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
     assert isinstance(value, list)
+    if isinstance(value[0], float):
+        return struct.pack(f"<IIQ{len(value)}f", 9, 6, len(value), *value)
     if isinstance(value[0], int):
         return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(_string(item) for item in value)
@@ -251,3 +253,30 @@ def test_a_gguf_tokenizer_does_not_import_torch(tmp_path: Path) -> None:
         f"load_tokenizer({str(tmp_path / 'tiny.gguf')!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_sentencepiece_gguf_file_goes_through_transformers(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [2, 3, 3, *[6] * 256]
+    words = ["\u2581", "h", "i", "t", "hi", "\u2581hi", "\u2581t"]
+    path = _gguf(
+        tmp_path / "spm.gguf",
+        model="llama",
+        pre="default",
+        tokens=tokens + words,
+        token_type=types + [1] * len(words),
+        scores=[0.0] * len(tokens) + [-float(i) for i in range(len(words))],
+        merges=None,
+        bos_token_id=1,
+        eos_token_id=2,
+        eot_token_id=None,
+        add_bos_token=True,
+    )
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.spelling is Spelling.SENTENCEPIECE
+    assert tokenizer.eos_token_ids == {2}
+    ids = tokenizer.encode("hi hi👍")
+    assert ids[0] == 1
+    assert tokenizer.decode(ids) == "hi hi👍"
+    assert tokenizer.token_bytes(3 + 0xF0) == b"\xf0"
+    assert tokenizer.token_bytes(tokens.index("<0xFF>") + 6) == b" hi"

@@ -1,0 +1,151 @@
+"""The shape of answers: one object, or a stream of chunks. The two kinds differ in their choices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from forerun.engine.messages import RequestOutput
+from forerun.server.job import Choice, Job, request_metrics
+from forerun.server.logprobs import chat_logprobs, completion_logprobs
+from forerun.server.prompts import Tokenizer
+from forerun.server.settings import ServerSettings
+
+
+class Answer(ABC):
+    """Says how one job is answered."""
+
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+        self.job = job
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.num_logprobs = job.choices[0].request.params.logprobs
+        self._head = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece; every output was given to its choice's `keep`."""
+        answer = self._head | {
+            "object": self.object,
+            "choices": [self.choice(index, choice) for index, choice in enumerate(self.job.choices)],
+            "usage": self.job.usage(),
+        }
+        if (metrics := request_metrics(self.job, self.settings)) is not None:
+            answer["metrics"] = metrics
+        return answer
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks that come before any output."""
+        return []
+
+    def chunk(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        """The chunk for an output; None where it brings nothing to show (its text is held back)."""
+        choice = self.job.choices[index]
+        choice.count(output)
+        body = self.job.body
+        shows_tokens = output.token_ids and (body.return_token_ids or self.num_logprobs is not None)
+        if not (output.text or output.finish_reason or shows_tokens or body.continuous_usage):
+            return None
+        delta = self.delta(index, choice, output)
+        if body.return_token_ids:
+            delta["token_ids"] = output.token_ids
+        if output.finish_reason is not None:
+            delta["stop_reason"] = output.stop_reason
+            delta["seed"] = choice.request.seed
+        return self.frame([delta])
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Chunks that come after all outputs."""
+        if not self.job.body.include_usage:
+            return []
+        last = self._head | {"choices": [], "usage": self.job.usage()}
+        if (metrics := request_metrics(self.job, self.settings)) is not None:
+            last["metrics"] = metrics
+        return [last]
+
+    def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._head | {"choices": choices}
+        if self.job.body.include_usage:
+            chunk["usage"] = self.job.usage() if self.job.body.continuous_usage else None
+        return chunk
+
+    def _choice_tail(self, choice: Choice) -> dict[str, Any]:
+        tail: dict[str, Any] = {
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "seed": choice.request.seed,
+        }
+        if self.job.body.return_token_ids:
+            tail["token_ids"] = choice.token_ids
+        return tail
+
+    @abstractmethod
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def delta(self, index: int, choice: Choice, output: RequestOutput) -> dict[str, Any]: ...
+
+
+class CompletionAnswer(Answer):
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        logprobs = None
+        if self.num_logprobs is not None:
+            logprobs = completion_logprobs(self.tokenizer, choice, choice.logprobs)
+        answer = {"index": index, "text": "".join(choice.text), "logprobs": logprobs} | self._choice_tail(choice)
+        if self.job.body.return_token_ids:
+            answer["prompt_token_ids"] = choice.request.prompt_token_ids
+        return answer
+
+    def opening(self) -> list[dict[str, Any]]:
+        if not self.job.body.return_token_ids:
+            return []
+        return [
+            self.frame([self._empty(index) | {"prompt_token_ids": c.request.prompt_token_ids, "token_ids": []}])
+            for index, c in enumerate(self.job.choices)
+        ]
+
+    def _empty(self, index: int) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+
+    def delta(self, index: int, choice: Choice, output: RequestOutput) -> dict[str, Any]:
+        logprobs = None
+        if output.logprobs:
+            logprobs = completion_logprobs(self.tokenizer, choice, output.logprobs)
+        return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+
+class ChatAnswer(Answer):
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def whole(self) -> dict[str, Any]:
+        answer = super().whole()
+        if self.job.body.return_token_ids:
+            answer["prompt_token_ids"] = self.job.choices[0].request.prompt_token_ids
+        return answer
+
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        logprobs = None
+        if self.num_logprobs is not None:
+            logprobs = chat_logprobs(self.tokenizer, choice.logprobs, self.num_logprobs)
+        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs} | self._choice_tail(choice)
+
+    def opening(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        first = self.frame([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+        if self.job.body.return_token_ids:
+            first["prompt_token_ids"] = self.job.choices[0].request.prompt_token_ids
+        return [first]
+
+    def delta(self, index: int, choice: Choice, output: RequestOutput) -> dict[str, Any]:
+        logprobs = None
+        if output.logprobs and self.num_logprobs is not None:
+            logprobs = chat_logprobs(self.tokenizer, output.logprobs, self.num_logprobs)
+        delta = {"content": output.text} if output.text else {}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": output.finish_reason}

@@ -1,0 +1,51 @@
+"""The FastAPI app: routes, what stands before them, and how errors are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI
+
+from forerun.engine.client import EngineClient
+from forerun.server import errors, generate, system
+from forerun.server.job import JobMaker
+from forerun.server.metrics import ServerMetrics
+from forerun.server.middleware import ApiKeys, Unexpected
+from forerun.server.prompts import Tokenizer
+from forerun.server.settings import ServerSettings
+from forerun.server.state import ServerState
+from forerun.server.stats_log import StatsLog
+
+
+def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+    """An app that serves a started engine, whose observer it becomes; stopping the client is not its job."""
+    metrics = ServerMetrics(settings.model_name, client) if settings.log_stats else None
+    client.observer = metrics
+    app = FastAPI(title="forerun", version=system.package_version(), lifespan=_lifespan)
+    app.state.server = ServerState(client, tokenizer, settings, JobMaker(client.config.seed), metrics, int(time.time()))
+    app.include_router(system.router)
+    app.include_router(generate.router)
+    errors.install(app)
+    app.add_middleware(Unexpected)
+    if settings.api_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    state: ServerState = app.state.server
+    if state.metrics is None:
+        yield
+        return
+    log = StatsLog(state.client, state.metrics, state.settings.log_stats_interval_s)
+    task = asyncio.create_task(log.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

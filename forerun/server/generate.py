@@ -1,0 +1,84 @@
+"""The routes that generate: /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from forerun.errors import RequestError
+from forerun.request import SamplingParams
+from forerun.server.answers import Answer, ChatAnswer, CompletionAnswer
+from forerun.server.body import parse_body, read_body
+from forerun.server.errors import CLIENT_GONE, error_response, json_response
+from forerun.server.models import ChatBody, CompletionBody, GenerationBody
+from forerun.server.openapi import describe_body
+from forerun.server.prompts import chat_prompt, check_prompt, check_token_ids, completion_prompts
+from forerun.server.state import ServerState, state_of
+from forerun.server.streaming import ClientGoneError, EventStream, Outputs, unless_gone
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", openapi_extra=describe_body(CompletionBody))
+async def completions(request: Request) -> Response:
+    state = state_of(request)
+    body = CompletionBody.read(await read_json(request))
+    model, params = state.served_name(body.model), _checked_params(state, body)
+    prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens)
+    for prompt in prompts:
+        check_prompt(prompt, "prompt", state.vocab_size, state.client.info.max_model_len)
+    job = state.jobs.make("cmpl", model, body, params, prompts, _given_id(request, body))
+    return await _respond(request, state, CompletionAnswer(job, state.tokenizer, state.settings))
+
+
+@router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody))
+async def chat_completions(request: Request) -> Response:
+    state = state_of(request)
+    body = ChatBody.read(await read_json(request))
+    model, params = state.served_name(body.model), _checked_params(state, body)
+    prompt = await chat_prompt(
+        state.tokenizer,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    check_prompt(prompt, "messages", state.vocab_size, state.client.info.max_model_len)
+    job = state.jobs.make("chatcmpl", model, body, params, [prompt], _given_id(request, body))
+    return await _respond(request, state, ChatAnswer(job, state.tokenizer, state.settings))
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    return parse_body(await read_body(request, state_of(request).settings.max_body_bytes))
+
+
+def _checked_params(state: ServerState, body: GenerationBody) -> SamplingParams:
+    check_token_ids(body.stop_token_ids, "stop_token_ids", state.vocab_size)
+    return body.sampling()
+
+
+def _given_id(request: Request, body: GenerationBody) -> str:
+    name = body.request_id or request.headers.get("x-request-id", "")
+    if len(name) > 256:
+        raise RequestError("the header X-Request-Id has more than 256 characters", "request_id")
+    return name
+
+
+async def _respond(request: Request, state: ServerState, answer: Answer) -> Response:
+    outputs = state.client.generate_many(answer.job.requests)
+    try:
+        if answer.job.body.stream:
+            first = await unless_gone(request.receive, anext(outputs))
+            return EventStream(answer, first, outputs)
+        return json_response(await unless_gone(request.receive, _collect(answer, outputs)))
+    except ClientGoneError:
+        return error_response(CLIENT_GONE, "the client closed the connection")
+
+
+async def _collect(answer: Answer, outputs: Outputs) -> dict[str, Any]:
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            answer.job.choices[index].keep(output)
+    return answer.whole()

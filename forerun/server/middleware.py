@@ -1,0 +1,66 @@
+"""What stands before every route, as plain ASGI so that streams and disconnects pass through untouched."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.server.errors import describe, json_response
+
+
+class ApiKeys:
+    """Lets requests for paths under /v1 pass only with one of the keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _protected(scope) or self._known(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
+
+    def _known(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = _digest(key)
+        # All keys are compared, each in constant time, so that time tells nothing.
+        matches = [secrets.compare_digest(digest, known) for known in self._digests]
+        return any(matches) and scheme.lower() == "bearer"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _protected(scope: Scope) -> bool:
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return scope["method"] != "OPTIONS" and (path == "/v1" or path.startswith("/v1/"))
+
+
+class Unexpected:
+    """The last resort: an exception nobody foresaw is logged, and answered with a body that shows nothing of it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def note_start(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_start)
+        except Exception as error:
+            if scope["type"] != "http":
+                raise
+            status, body = describe(error)
+            if not started:
+                await json_response(body, status)(scope, receive, send)

@@ -1,0 +1,214 @@
+"""Request bodies: the fields that are served, their types and bounds, and what they mean for sampling.
+
+Types are strict (no "0.5" for a number). Ranges of sampling values are judged in one place, `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from forerun.errors import RequestError
+from forerun.request import MAX_LOGPROBS, SamplingParams
+from forerun.server.fields import CHAT_NOT_SERVED, COMPLETION_NOT_SERVED, Neutral, served_fields, shorten
+
+logger = logging.getLogger("forerun.server")
+
+MIN_TEMPERATURE = 0.01  # below it, but above 0, logits lose their meaning
+MAX_STOP_LENGTH = 1024  # characters; how much text a stream may hold back
+MAX_STOP_TOKEN_IDS = 1024
+MAX_INT = 2**31 - 1  # larger limits mean no limit; they must fit into a message
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+Name = Annotated[str, Field(max_length=256)]
+
+
+class Body(BaseModel):
+    """A request body. `NOT_SERVED` are the fields that it knows and refuses."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    NOT_SERVED: ClassVar[Mapping[str, Neutral]] = {}
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Self:
+        """
+        Raises:
+            RequestError: names the field that is wrong.
+        """
+        try:
+            return cls.model_validate(served_fields(content, cls.model_fields, cls.NOT_SERVED))
+        except ValidationError as error:
+            raise _first_error(error) from None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: StopString | list[StopString] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    max_draft_tokens: Annotated[int | None, Field(ge=0, le=1024)] = None  # ours: 0 switches drafting off
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
+    request_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    return_token_ids: bool = False
+    # Who asks, for the caller's own records. No answer depends on them.
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def sampling(self) -> SamplingParams:
+        """
+        Raises:
+            RequestError: a value out of range, or fields that contradict each other.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream=true", "stream_options")
+        limit = self.token_limit()
+        return SamplingParams(
+            temperature=_served_temperature(self.temperature),
+            top_k=min(self.top_k, MAX_INT),
+            top_p=self.top_p,
+            seed=self.seed,
+            max_tokens=None if limit is None else min(limit, MAX_INT),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.num_logprobs(),
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+    def token_limit(self) -> int | None:
+        raise NotImplementedError
+
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    NOT_SERVED: ClassVar[Mapping[str, Neutral]] = COMPLETION_NOT_SERVED
+
+    prompt: Annotated[Any, Field(description="text, token ids, or a list of either", json_schema_extra={"anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]})]  # fmt: skip
+    max_tokens: int = 16
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    NOT_SERVED: ClassVar[Mapping[str, Neutral]] = CHAT_NOT_SERVED
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def token_limit(self) -> int | None:
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_completion_tokens < 1:
+            raise RequestError(
+                f"max_completion_tokens must be at least 1, got {self.max_completion_tokens}", "max_completion_tokens"
+            )
+        return self.max_completion_tokens
+
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs is None:
+            return 0 if self.logprobs else None
+        if not self.logprobs and self.top_logprobs != 0:
+            raise RequestError(f"top_logprobs={self.top_logprobs} needs logprobs=true", "top_logprobs")
+        if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise RequestError(f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}", "top_logprobs")
+        return self.top_logprobs if self.logprobs else None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+_warned_temperature = False
+
+
+def _served_temperature(temperature: float) -> float:
+    global _warned_temperature
+    if not 0.0 < temperature < MIN_TEMPERATURE:
+        return temperature
+    if not _warned_temperature:
+        _warned_temperature = True
+        logger.warning("temperature=%g is raised to %g; 0 is greedy (said once)", temperature, MIN_TEMPERATURE)
+    return MIN_TEMPERATURE
+
+
+def _first_error(error: ValidationError) -> RequestError:
+    """The first thing that pydantic found, in one line that names the field."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else "body"
+    # What follows the field is an index or a key of the user's, or the name of a member of a union.
+    path = name + "".join(f"[{part}]" for part in first["loc"][1:] if isinstance(part, int))
+    if name == "stream_options" and len(first["loc"]) > 1:
+        path = f"{name}.{str(first['loc'][1])[:100]}"
+    if first["type"] == "missing":
+        return RequestError(f"{path} is missing", path)
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"unknown field {path!r}", path)
+    return RequestError(f"{path}: {first['msg'][0].lower()}{first['msg'][1:]}, got {shorten(first['input'])}", path)

@@ -1,0 +1,82 @@
+"""What the HTTP side is told at start; flags of `forerun serve` bear the same names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.errors import ConfigError
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+SpecDecodeMetrics = Literal["none", "summary", "detailed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Settings of the HTTP side.
+
+    Attributes:
+        model: the model as given on the command line; the default served name.
+        served_model_names: names that requests may use; the first is reported. (): the model as given.
+        api_keys: accepted keys; (): everybody may use the server.
+        max_body_bytes: most bytes of a request body; more is HTTP 413.
+        enable_per_request_metrics: times of a request in its answer.
+        per_request_spec_decode_metrics: what speculation did for a request, in its answer.
+        log_stats: the periodic lines and the metrics under `vllm:` names.
+        log_stats_interval_s: seconds between the periodic lines.
+    """
+
+    model: str
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20
+    enable_per_request_metrics: bool = False
+    per_request_spec_decode_metrics: SpecDecodeMetrics = "none"
+    log_stats: bool = True
+    log_stats_interval_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.enable_per_request_metrics and not self.log_stats:
+            raise ConfigError("enable_per_request_metrics cannot be combined with disable_log_stats: drop one of them")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        if not self.log_stats_interval_s > 0:
+            raise ConfigError(f"log_stats_interval must be above 0 seconds, got {self.log_stats_interval_s}")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("an api_key must not be empty")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.served_model_names or (self.model,)
+
+    @property
+    def model_name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebSettings:
+    """Where and how the web server listens.
+
+    Attributes:
+        host, port: address; port 0 takes any free one.
+        shutdown_timeout_s: how long running answers may go on after a signal to stop; a second signal cuts them off.
+        log_level: of uvicorn.
+        access_log: one line a request.
+        root_path: prefix that a proxy in front has taken off the path.
+    """
+
+    host: str = "0.0.0.0"
+    port: int = 8000
+    shutdown_timeout_s: int = 20
+    log_level: str = "info"
+    access_log: bool = True
+    root_path: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        if self.shutdown_timeout_s < 0:
+            raise ConfigError(f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout_s}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"uvicorn_log_level={self.log_level!r} is none of {', '.join(LOG_LEVELS)}")

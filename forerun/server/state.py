@@ -1,0 +1,46 @@
+"""What the routes share. No global state: a process may hold several apps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from fastapi import Request
+
+from forerun.engine.client import EngineClient
+from forerun.errors import ModelNotFoundError
+from forerun.server.fields import shorten
+from forerun.server.job import JobMaker
+from forerun.server.metrics import ServerMetrics
+from forerun.server.prompts import Tokenizer
+from forerun.server.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class ServerState:
+    client: EngineClient
+    tokenizer: Tokenizer
+    settings: ServerSettings
+    jobs: JobMaker
+    metrics: ServerMetrics | None  # None: log_stats is off
+    created: int  # when the server started, seconds since 1970
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below it are tokens of the model; a tokenizer may define fewer."""
+        return self.client.info.vocab_size
+
+    def served_name(self, asked: str | None) -> str:
+        """
+        Raises:
+            ModelNotFoundError: the name is not served.
+        """
+        names = self.settings.names
+        if asked is None or asked in names:
+            return asked or names[0]
+        known = ", ".join(map(repr, names))
+        raise ModelNotFoundError(f"the model {shorten(asked, 200)} is not served here; served: {known}", "model")
+
+
+def state_of(request: Request) -> ServerState:
+    return cast(ServerState, request.app.state.server)

@@ -1,0 +1,210 @@
+"""What answers look like, in one piece and as streams."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fake_engine import NUM_SPEC_TOKENS, answer_text
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def stream(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream, whose framing is checked."""
+    response = http.post(path, json=body | {"stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.text.endswith("\n\n")
+    events = response.text.split("\n\n")[:-1]
+    assert events.pop() == "data: [DONE]"
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def test_a_completion(http: httpx.Client) -> None:
+    answer = post(http, COMPLETIONS, prompt="hello", max_tokens=10, seed=5)
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 10,
+        "total_tokens": 15,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "text": answer_text(10),
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "seed": 5,
+        }
+    ]
+
+
+def test_a_completion_has_16_tokens_if_nothing_is_said_and_chat_goes_on(http: httpx.Client) -> None:
+    assert post(http, COMPLETIONS, prompt="hello")["usage"]["completion_tokens"] == 16
+    usage = post(http, CHAT, messages=HELLO)["usage"]
+    assert usage["total_tokens"] == 512
+
+
+@pytest.mark.parametrize("prompt", ["ab", ["ab"], [97, 98], [[97, 98]]])
+def test_all_forms_of_a_prompt_mean_the_same(http: httpx.Client, prompt: Any) -> None:
+    answer = post(http, COMPLETIONS, prompt=prompt, return_token_ids=True)
+    assert answer["choices"][0]["prompt_token_ids"] == [97, 98]
+    assert "".join(map(chr, answer["choices"][0]["token_ids"])) == answer_text(16)
+
+
+@pytest.mark.parametrize("prompts", [["a", "bb", "ccc"], [[97], [98, 98], [99] * 3]])
+def test_several_prompts_give_several_choices_in_order(http: httpx.Client, prompts: Any) -> None:
+    answer = post(http, COMPLETIONS, prompt=prompts, max_tokens=5, return_token_ids=True)
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
+    assert [len(c["prompt_token_ids"]) for c in answer["choices"]] == [1, 2, 3]
+    assert answer["usage"]["completion_tokens"] == 15
+    assert answer["usage"]["prompt_tokens"] == 6
+    assert "metrics" not in answer
+    chunks = stream(http, COMPLETIONS, prompt=prompts, max_tokens=5)
+    texts = ["", "", ""]
+    for chunk in chunks:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == [answer_text(5)] * 3
+
+
+def test_seeds_are_returned_and_drawn_for_each_prompt(http: httpx.Client) -> None:
+    drawn = [c["seed"] for c in post(http, COMPLETIONS, prompt=["a", "a"])["choices"]]
+    assert drawn[0] != drawn[1]
+    assert [c["seed"] for c in post(http, COMPLETIONS, prompt=["a", "a"], seed=3)["choices"]] == [3, 3]
+    assert post(http, COMPLETIONS, prompt="a", seed=-1)["choices"][0]["seed"] == 2**64 - 1
+    assert stream(http, COMPLETIONS, prompt="a", seed=9)[-1]["choices"][0]["seed"] == 9
+
+
+def test_a_chat_answer(http: httpx.Client) -> None:
+    answer = post(http, CHAT, messages=HELLO, max_tokens=10)
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    choice = answer["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": answer_text(10), "refusal": None}
+    assert choice["finish_reason"] == "length"
+
+
+def test_chat_messages_go_through_the_template(http: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    answer = post(http, CHAT, messages=[{"role": "user", "content": parts}], return_token_ids=True, max_tokens=1)
+    assert bytes(answer["prompt_token_ids"]) == b"one\ntwo|user\nassistant:"
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    answer = post(http, CHAT, messages=HELLO, return_token_ids=True, max_tokens=1, **options)
+    assert bytes(answer["prompt_token_ids"]) == b"hello|user\n"
+    answer = post(http, CHAT, messages=[{"role": "user", "content": ""}], max_tokens=1)
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_a_chat_stream_begins_with_the_role_and_joins_to_the_answer(http: httpx.Client) -> None:
+    chunks = stream(http, CHAT, messages=HELLO, max_tokens=20)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(c["object"] == "chat.completion.chunk" for c in chunks)
+    assert len({c["id"] for c in chunks}) == 1
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == answer_text(20)
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert all("usage" not in c for c in chunks)
+    assert len(chunks) == 1 + 7  # 3 tokens a step
+
+
+def test_a_completion_stream_joins_to_the_answer(http: httpx.Client) -> None:
+    chunks = stream(http, COMPLETIONS, prompt="hello", max_tokens=20, return_token_ids=True)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == answer_text(20)
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == list(b"hello")
+    assert bytes(i for c in chunks for i in c["choices"][0]["token_ids"]).decode() == answer_text(20)
+
+
+@pytest.mark.parametrize(("path", "what"), [(COMPLETIONS, {"prompt": "hello"}), (CHAT, {"messages": HELLO})])
+def test_usage_comes_last_when_asked_for(http: httpx.Client, path: str, what: dict[str, Any]) -> None:
+    chunks = stream(http, path, **what, max_tokens=7, stream_options={"include_usage": True})
+    last = chunks.pop()
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 7
+    assert all(c["usage"] is None for c in chunks)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [c["usage"]["completion_tokens"] for c in stream(http, path, **what, max_tokens=7, stream_options=options)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 7
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+@pytest.mark.parametrize("prompt", ["hello", "!hold"])
+def test_completion_logprobs_have_an_entry_a_token(
+    http: httpx.Client, streaming: bool, num_top: int, prompt: str
+) -> None:
+    if streaming:
+        chunks = stream(http, COMPLETIONS, prompt=prompt, max_tokens=8, logprobs=num_top)
+        parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+        found = {key: [item for part in parts for item in part[key]] for key in parts[0]}
+    else:
+        found = post(http, COMPLETIONS, prompt=prompt, max_tokens=8, logprobs=num_top)["choices"][0]["logprobs"]
+    assert "".join(found["tokens"]) == answer_text(8)
+    assert found["token_logprobs"] == [-0.25] * 8
+    assert found["text_offset"] == list(range(8))
+    for token, top in zip(found["tokens"], found["top_logprobs"], strict=True):
+        assert top == {token: -0.25} | {chr(ord("A") + i): -0.5 - i for i in range(num_top)}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("num_top", [None, 0, 3])
+def test_chat_logprobs_have_an_entry_a_token(http: httpx.Client, streaming: bool, num_top: int | None) -> None:
+    asked = {"messages": HELLO, "max_tokens": 8, "logprobs": True, "top_logprobs": num_top}
+    if streaming:
+        choices = [c["choices"][0] for c in stream(http, CHAT, **asked)]
+        entries = [e for c in choices if c["logprobs"] for e in c["logprobs"]["content"]]
+    else:
+        entries = post(http, CHAT, **asked)["choices"][0]["logprobs"]["content"]
+    assert [e["token"] for e in entries] == list(answer_text(8))
+    assert entries[0]["bytes"] == [ord("a")]
+    assert all(len(e["top_logprobs"]) == (num_top or 0) for e in entries)
+    assert all(set(e) == {"token", "logprob", "bytes", "top_logprobs"} for e in entries)
+
+
+def test_text_that_is_held_back_makes_no_empty_chunk(http: httpx.Client) -> None:
+    chunks = stream(http, COMPLETIONS, prompt="!hold", max_tokens=9)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == answer_text(9)
+    assert all(c["choices"][0]["text"] for c in chunks)
+
+
+def test_metrics_of_a_request_in_the_answer_and_on_the_usage_chunk(http: httpx.Client) -> None:
+    answer = post(http, COMPLETIONS, prompt="hello", max_tokens=10)["metrics"]
+    assert answer["time_to_first_token_ms"] == pytest.approx(2.0)
+    assert answer["generation_time_ms"] == pytest.approx(3.0)
+    assert answer["queue_time_ms"] == pytest.approx(1.0)
+    assert answer["mean_itl_ms"] == pytest.approx(3.0 / 9)
+    assert answer["tokens_per_second"] == pytest.approx(10 / 0.005)
+    spec = answer["speculative_decoding"]
+    assert spec["num_spec_tokens"] == NUM_SPEC_TOKENS
+    assert len(spec["acceptance_histogram"]) == NUM_SPEC_TOKENS + 1
+    assert len(spec["per_step_accepted"]) == spec["num_spec_steps"] == 3
+    last = stream(http, CHAT, messages=HELLO, max_tokens=10, stream_options={"include_usage": True})[-1]
+    assert last["metrics"]["speculative_decoding"]["num_spec_steps"] == 3
+
+
+def test_a_request_id_may_be_given_in_body_or_header(http: httpx.Client) -> None:
+    assert post(http, COMPLETIONS, prompt="a", request_id="mine")["id"] == "cmpl-mine"
+    response = http.post(CHAT, json={"messages": HELLO}, headers={"X-Request-Id": "theirs"})
+    assert response.json()["id"] == "chatcmpl-theirs"
+
+
+def test_a_fault_in_mid_stream_is_an_error_event(http: httpx.Client) -> None:
+    chunks = stream(http, COMPLETIONS, prompt="!fail", max_tokens=50)
+    assert chunks[0]["choices"][0]["text"] == answer_text(3)
+    assert chunks[-1]["error"]["code"] == 500
+    assert "/the/logits" not in json.dumps(chunks)

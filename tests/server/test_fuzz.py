@@ -1,0 +1,88 @@
+"""Bodies that nobody foresaw: an answer or a 4xx that names a field, never a 500."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forerun.errors import RequestError
+from forerun.server.body import parse_body
+from forerun.server.errors import error_body, json_response
+from forerun.server.fields import CHAT_NOT_SERVED, COMPLETION_NOT_SERVED
+from forerun.server.models import ChatBody, CompletionBody, GenerationBody
+from forerun.server.prompts import chat_prompt, check_prompt, check_token_ids, completion_prompts
+from tests.server.fake_engine import ByteTokenizer
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+COMPLETION_FIELDS = st.sampled_from([*CompletionBody.model_fields, *COMPLETION_NOT_SERVED])
+CHAT_FIELDS = st.sampled_from([*ChatBody.model_fields, *CHAT_NOT_SERVED])
+MESSAGE = st.dictionaries(
+    st.sampled_from(["role", "content", "name", "tool_calls"]), JSON | st.just("user"), max_size=3
+)
+MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def run(coroutine: Any) -> Any:
+    """The result of a coroutine that waits for nothing."""
+    with pytest.raises(StopIteration) as stopped:
+        coroutine.send(None)
+    return stopped.value.value
+
+
+def judge(kind: type[GenerationBody], content: dict[str, Any]) -> None:
+    """Do what the route does before the engine; only a RequestError that can be shown may come out."""
+    try:
+        body = kind.read(parse_body(json.dumps(content).encode()))
+        check_token_ids(body.stop_token_ids, "stop_token_ids", 256)
+        body.sampling()
+        for prompt in run(prompts(body)):
+            check_prompt(prompt, "prompt", 256, 512)
+    except RequestError as error:
+        show(error)
+
+
+def show(error: RequestError) -> None:
+    """It names a field, is short, and can be sent."""
+    assert error.param is not None
+    assert len(str(error)) < 1000
+    json_response(error_body(400, str(error), error.param))
+
+
+async def prompts(body: GenerationBody) -> list[list[int]]:
+    if isinstance(body, CompletionBody):
+        return await completion_prompts(ByteTokenizer(), body.prompt, body.add_special_tokens)
+    assert isinstance(body, ChatBody)
+    options = {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+    }
+    return [await chat_prompt(ByteTokenizer(), body.messages, **options, template_kwargs=body.chat_template_kwargs)]
+
+
+@MANY
+@given(st.dictionaries(COMPLETION_FIELDS | st.text(max_size=8), JSON, max_size=4), JSON | st.just("hello"))
+def test_any_completion_is_read_or_refused(fields: dict[str, Any], prompt: Any) -> None:
+    judge(CompletionBody, {"prompt": prompt} | fields)
+
+
+@MANY
+@given(st.dictionaries(CHAT_FIELDS | st.text(max_size=8), JSON, max_size=4), st.lists(MESSAGE, max_size=3) | JSON)
+def test_any_chat_is_read_or_refused(fields: dict[str, Any], messages: Any) -> None:
+    judge(ChatBody, {"messages": messages} | fields)
+
+
+@MANY
+@given(st.binary(max_size=40) | st.text(st.sampled_from('{}[]":,\\ud8e+-0195.truefalsn '), max_size=40).map(str.encode))
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    try:
+        assert isinstance(parse_body(body), dict)
+    except RequestError as error:
+        show(error)
