@@ -125,7 +125,7 @@ def _rope_heads(heads: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, ep
 
 
 def _is_native(x: Tensor) -> bool:
-    return native.available() and x.dtype == torch.float32 and x.device.type == "cpu"
+    return native.available() and x.dtype == torch.float32 and x.is_cpu
 
 
 def _check_rows(x: Tensor, width: int, num_rows: int | None = None) -> None:
