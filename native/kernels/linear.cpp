@@ -260,6 +260,7 @@ void bf16_panel(const PanelCall& call) {
 
 using Q40Format = PairFormat<Q40Record, 4, 3, false>;
 using Q41Format = PairFormat<Q41Record, 4, 0, true>;
+using Q50Format = PairFormat<Q50Record, 5, 4, false>;
 using Q51Format = PairFormat<Q51Record, 5, 0, true>;
 using Q4KFormat = SuperFormat<Q4KRecord, 4>;
 using Q5KFormat = SuperFormat<Q5KRecord, 5>;
@@ -270,6 +271,7 @@ extern const LinearKernels linear_kernels = {{
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q40Format)),
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q41Format)),
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q4KFormat)),
+    FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q50Format)),
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q51Format)),
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q5KFormat)),
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q6KFormat)),
