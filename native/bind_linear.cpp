@@ -2,6 +2,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -39,7 +40,7 @@ class LinearObject {
   LinearObject(std::int64_t k, const std::vector<Part>& parts) {
     for (const auto& [name, panels, n, bias] : parts) {
       segments_.push_back({kind_of(name), at<const std::uint8_t>(panels), n, at<const float>(bias)});
-      (segments_.back().kind == Kind::bf16 ? needs_floats_ : needs_tiles_) = true;
+      needs_tiles_ |= segments_.back().kind != Kind::bf16;
     }
     linear_ = {k, static_cast<int>(segments_.size()), segments_.data()};
   }
@@ -48,18 +49,27 @@ class LinearObject {
   const Linear& linear() const { return linear_; }
 
   void run(Address x, std::int64_t x_stride, std::int64_t rows, Address y, std::int64_t y_stride) const {
-    ActivationGroup* tiles = nullptr;
-    if (needs_tiles_) {
-      tiles = activation_buffer(rows, linear_.k);
-      quantize_rows(at<const float>(x), x_stride, rows, linear_.k, tiles);
+    for (std::int64_t first = 0; first < rows; first += rows_at_once) {
+      run_some(at<const float>(x) + first * x_stride, x_stride, std::min(rows_at_once, rows - first),
+               at<float>(y) + first * y_stride, y_stride);
     }
-    run_linear(linear_, at<const float>(x), x_stride, tiles, rows, at<float>(y), y_stride);
   }
 
  private:
+  static constexpr std::int64_t rows_at_once = 512;  // bounds the memory of the quantised rows
+
+  void run_some(const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride) const {
+    ActivationGroup* tiles = nullptr;
+    if (needs_tiles_) {
+      tiles = activation_buffer(rows, linear_.k);
+      quantize_rows(x, x_stride, rows, linear_.k, tiles);
+    }
+    run_linear(linear_, x, x_stride, tiles, rows, y, y_stride);
+  }
+
   std::vector<Segment> segments_;
   Linear linear_;
-  bool needs_tiles_ = false, needs_floats_ = false;
+  bool needs_tiles_ = false;  // some segment is of a quantised kind
 };
 
 void pack(int source, const std::string& name, Address rows, std::int64_t num_rows, std::int64_t k, Address order,

@@ -52,7 +52,7 @@ void run_panels(const Segment& segment, std::int64_t first_panel, std::int64_t e
                 std::int64_t column) {
   const PanelKernel* kernels = linear_kernels().panel[static_cast<int>(segment.kind)];
   std::int64_t bytes = panel_bytes(segment.kind, rows.k), tile = num_groups(rows.k);
-  PanelCall call;
+  PanelCall call{};
   call.records = panel_records(segment.kind, rows.k);
   call.x_stride = rows.x_stride;
   call.k = rows.k;
@@ -61,8 +61,9 @@ void run_panels(const Segment& segment, std::int64_t first_panel, std::int64_t e
   for (std::int64_t first = 0; first < rows.count; first += max_rows) {
     int count = static_cast<int>(std::min<std::int64_t>(max_rows, rows.count - first));
     call.x = rows.x + first * rows.x_stride;
-    call.tiles[0] = rows.tiles + first / tile_rows * tile;
-    call.tiles[1] = call.tiles[0] + tile;
+    for (int i = 0; i < max_rows / tile_rows && rows.tiles; ++i) {
+      call.tiles[i] = rows.tiles + (first / tile_rows + i) * tile;
+    }
     for (std::int64_t panel = first_panel; panel < end; ++panel) {
       call.panel = segment.panels + panel * bytes;
       kernels[count - 1](call);

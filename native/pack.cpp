@@ -14,8 +14,8 @@ constexpr int super_size = 256;  // values in a block of the K types
 
 constexpr KindInfo kind_infos[num_kinds] = {
     {"q4_0", 64, sizeof(Q40Record)}, {"q4_1", 64, sizeof(Q41Record)}, {"q4_k", 256, sizeof(Q4KRecord)},
-    {"q5_1", 64, sizeof(Q51Record)}, {"q5_k", 256, sizeof(Q5KRecord)}, {"q6_k", 256, sizeof(Q6KRecord)},
-    {"q8_0", 64, sizeof(Q80Record)}, {"bf16", 2, sizeof(Bf16Record)},
+    {"q5_0", 64, sizeof(Q50Record)}, {"q5_1", 64, sizeof(Q51Record)}, {"q5_k", 256, sizeof(Q5KRecord)},
+    {"q6_k", 256, sizeof(Q6KRecord)}, {"q8_0", 64, sizeof(Q80Record)}, {"bf16", 2, sizeof(Bf16Record)},
 };
 
 float float_of_bits(std::uint32_t bits) {
@@ -54,20 +54,45 @@ std::uint16_t float_to_bf16(float value) {
 
 Half read_half(const std::uint8_t* p) { return static_cast<Half>(p[0] | p[1] << 8); }
 
-void put_nibbles(std::uint8_t* quants, int lane, const std::uint8_t* q) {
-  for (int j = 0; j < 16; ++j) quants[j / 4 * 64 + lane * 4 + j % 4] = static_cast<std::uint8_t>(q[j] | q[j + 16] << 4);
+// The place of value k of a group in a quad: `quad` counts from `quants`.
+int place(int quad, int lane, int k) { return quad * quad_bytes + lane * 4 + k % 4; }
+
+// Where the upper bits of a quad stand: which quad after the nibbles, and how far they are shifted up there.
+struct Upper {
+  int quad, shift;
+};
+template <int bits>
+Upper upper_bits(int quad) {
+  if constexpr (bits == 5) return {4, quad};
+  return {4 + quad % 4 / 2, quad < 4 ? 4 + quad % 2 * 2 : quad % 2 * 2};
 }
 
-void put_bytes(std::uint8_t* quants, int lane, const std::uint8_t* q) {
-  for (int j = 0; j < 8; ++j) std::memcpy(quants + j * 64 + lane * 4, q + 4 * j, 4);
+// A group's values, 0 .. 2^bits - 1, into a lane whose bits are zero or of the same group.
+template <int bits>
+void put(std::uint8_t* quants, int lane, const std::uint8_t* q) {
+  if constexpr (bits == 8) {
+    for (int quad = 0; quad < 8; ++quad) std::memcpy(quants + place(quad, lane, 0), q + 4 * quad, 4);
+    return;
+  }
+  for (int k = 0; k < 16; ++k) quants[place(k / 4, lane, k)] = static_cast<std::uint8_t>((q[k] & 15) | q[k + 16] << 4);
+  if constexpr (bits > 4) {
+    for (int quad = 4; quad < bits; ++quad) std::memset(quants + place(quad, lane, 0), 0, 4);
+    for (int k = 0; k < group_size; ++k) {
+      Upper upper = upper_bits<bits>(k / 4);
+      quants[place(upper.quad, lane, k)] |= static_cast<std::uint8_t>(q[k] >> 4 << upper.shift);
+    }
+  }
 }
 
-std::uint8_t get_nibble(const std::uint8_t* quants, int lane, int k) {
-  return quants[k % 16 / 4 * 64 + lane * 4 + k % 4] >> k / 16 * 4 & 15;
-}
-
-std::uint8_t get_byte(const std::uint8_t* quants, int lane, int k) {
-  return quants[k / 4 * 64 + lane * 4 + k % 4];
+template <int bits>
+int get(const std::uint8_t* quants, int lane, int k) {
+  if constexpr (bits == 8) return static_cast<std::int8_t>(quants[place(k / 4, lane, k)]);
+  int value = quants[place(k % 16 / 4, lane, k)] >> k / 16 * 4 & 15;
+  if constexpr (bits > 4) {
+    Upper upper = upper_bits<bits>(k / 4);
+    value |= (quants[place(upper.quad, lane, k)] >> upper.shift & ((1 << (bits - 4)) - 1)) << 4;
+  }
+  return value;
 }
 
 void nibbles_apart(const std::uint8_t* packed, std::uint8_t* q) {
@@ -89,7 +114,7 @@ void pack_q4_0(const std::uint8_t* row, std::int64_t k, std::uint8_t* panel, int
     std::uint8_t q[group_size];
     nibbles_apart(row + 2, q);
     records[g / 2].scale[g % 2][lane] = read_half(row);
-    put_nibbles(records[g / 2].quants[g % 2], lane, q);
+    put<4>(records[g / 2].quants[g % 2], lane, q);
   }
 }
 
@@ -100,19 +125,18 @@ void pack_q4_1(const std::uint8_t* row, std::int64_t k, std::uint8_t* panel, int
     nibbles_apart(row + 4, q);
     records[g / 2].scale[g % 2][lane] = read_half(row);
     records[g / 2].minimum[g % 2][lane] = read_half(row + 2);
-    put_nibbles(records[g / 2].quants[g % 2], lane, q);
+    put<4>(records[g / 2].quants[g % 2], lane, q);
   }
 }
 
 void pack_q5_0(const std::uint8_t* row, std::int64_t k, std::uint8_t* panel, int lane) {
-  auto* records = reinterpret_cast<Q80Record*>(panel);
+  auto* records = reinterpret_cast<Q50Record*>(panel);
   for (std::int64_t g = 0; g < k / group_size; ++g, row += 22) {
     std::uint8_t q[group_size];
     nibbles_apart(row + 6, q);
     add_fifth_bits(row + 2, q);
-    for (auto& value : q) value = static_cast<std::uint8_t>(value - 16);
     records[g / 2].scale[g % 2][lane] = read_half(row);
-    put_bytes(records[g / 2].quants[g % 2], lane, q);
+    put<5>(records[g / 2].quants[g % 2], lane, q);
   }
 }
 
@@ -124,7 +148,7 @@ void pack_q5_1(const std::uint8_t* row, std::int64_t k, std::uint8_t* panel, int
     add_fifth_bits(row + 4, q);
     records[g / 2].scale[g % 2][lane] = read_half(row);
     records[g / 2].minimum[g % 2][lane] = read_half(row + 2);
-    put_bytes(records[g / 2].quants[g % 2], lane, q);
+    put<5>(records[g / 2].quants[g % 2], lane, q);
   }
 }
 
@@ -132,7 +156,7 @@ void pack_q8_0(const std::uint8_t* row, std::int64_t k, std::uint8_t* panel, int
   auto* records = reinterpret_cast<Q80Record*>(panel);
   for (std::int64_t g = 0; g < k / group_size; ++g, row += 34) {
     records[g / 2].scale[g % 2][lane] = read_half(row);
-    put_bytes(records[g / 2].quants[g % 2], lane, row + 2);
+    put<8>(records[g / 2].quants[g % 2], lane, row + 2);
   }
 }
 
@@ -144,7 +168,7 @@ void pack_iq4_nl(const std::uint8_t* row, std::int64_t k, std::uint8_t* panel, i
     nibbles_apart(row + 2, q);
     for (auto& value : q) value = static_cast<std::uint8_t>(levels[value]);
     records[g / 2].scale[g % 2][lane] = read_half(row);
-    put_bytes(records[g / 2].quants[g % 2], lane, q);
+    put<8>(records[g / 2].quants[g % 2], lane, q);
   }
 }
 
@@ -172,7 +196,7 @@ void pack_super(const std::uint8_t* block, const std::uint8_t* fifth, const std:
       q[i] = quants[g / 2 * 32 + i] >> g % 2 * 4 & 15;
       if (fifth) q[i] |= (fifth[i] >> g & 1) << 4;
     }
-    fifth ? put_bytes(record.quants[g], lane, q) : put_nibbles(record.quants[g], lane, q);
+    fifth ? put<5>(record.quants[g], lane, q) : put<4>(record.quants[g], lane, q);
   }
 }
 
@@ -200,7 +224,7 @@ void pack_q6_k(const std::uint8_t* row, std::int64_t k, std::uint8_t* panel, int
         int nibble = low[g / 4 * 64 + g % 2 * 32 + i] >> g % 4 / 2 * 4 & 15;
         q[i] = static_cast<std::uint8_t>(nibble | (high[g / 4 * 32 + i] >> g % 4 * 2 & 3) << 4);
       }
-      put_bytes(record.quants[g], lane, q);
+      put<6>(record.quants[g], lane, q);
     }
   }
 }
@@ -238,7 +262,7 @@ void pack_as_q8_0(const std::uint8_t* row, std::int64_t k, std::uint8_t* panel, 
     }
     std::int64_t g = first / group_size;
     records[g / 2].scale[g % 2][lane] = float_to_half(scale);
-    put_bytes(records[g / 2].quants[g % 2], lane, q);
+    put<8>(records[g / 2].quants[g % 2], lane, q);
   }
 }
 
@@ -254,7 +278,7 @@ struct SourceInfo {
 constexpr SourceInfo source_infos[] = {
     {Source::q4_0, 32, 18, Kind::q4_0, pack_q4_0},
     {Source::q4_1, 32, 20, Kind::q4_1, pack_q4_1},
-    {Source::q5_0, 32, 22, Kind::q8_0, pack_q5_0},
+    {Source::q5_0, 32, 22, Kind::q5_0, pack_q5_0},
     {Source::q5_1, 32, 24, Kind::q5_1, pack_q5_1},
     {Source::q8_0, 32, 34, Kind::q8_0, pack_q8_0},
     {Source::iq4_nl, 32, 18, Kind::q8_0, pack_iq4_nl},
@@ -283,77 +307,55 @@ const SourceInfo* find_source(int source, Kind kind) {
   return nullptr;
 }
 
-// Values of a lane.
+// Values of a lane, in the operations and the order in which gguf computes them.
 
-template <class Record, class Value>
-void unpack_pairs(const std::uint8_t* panel, std::int64_t k, int lane, float* out, const Value& value) {
-  const auto* records = reinterpret_cast<const Record*>(panel);
-  for (std::int64_t i = 0; i < k; ++i) out[i] = value(records[i / 64], static_cast<int>(i / group_size % 2), i % group_size);
-  (void)lane;
-}
-
-template <class Record, class Value>
-void unpack_supers(const std::uint8_t* panel, std::int64_t k, float* out, const Value& value) {
+template <int bits, int offset, class Record>
+void unpack_pairs(const std::uint8_t* panel, std::int64_t k, int lane, float* out) {
   const auto* records = reinterpret_cast<const Record*>(panel);
   for (std::int64_t i = 0; i < k; ++i) {
-    out[i] = value(records[i / super_size], static_cast<int>(i % super_size / group_size), static_cast<int>(i % group_size));
+    const Record& record = records[i / 64];
+    std::int64_t g = i / group_size % 2;
+    int q = get<bits>(record.quants[g], lane, static_cast<int>(i % group_size)) - offset;
+    out[i] = half_to_float(record.scale[g][lane]) * static_cast<float>(q);
+    if constexpr (requires { record.minimum; }) out[i] += half_to_float(record.minimum[g][lane]);
   }
 }
 
-template <class Record>
-float scaled(const Record& r, int g, int lane, float q) {
-  return half_to_float(r.scale[g][lane]) * q;
-}
-
-template <class Record>
-float scaled_and_moved(const Record& r, int g, int lane, float q) {
-  return half_to_float(r.scale[g][lane]) * q + half_to_float(r.minimum[g][lane]);
-}
-
-template <class Record>
-float super_value(const Record& r, int g, int lane, float q) {
-  return half_to_float(r.scale[lane]) * r.group_scale[g][lane] * q -
-         half_to_float(r.minimum[lane]) * r.group_minimum[g][lane];
-}
-
-void unpack_row(Kind kind, const std::uint8_t* panel, std::int64_t k, int lane, float* out) {
-  switch (kind) {
-    case Kind::q4_0:
-      return unpack_pairs<Q40Record>(panel, k, lane, out, [&](const Q40Record& r, int g, int i) {
-        return scaled(r, g, lane, static_cast<float>(get_nibble(r.quants[g], lane, i) - 8));
-      });
-    case Kind::q4_1:
-      return unpack_pairs<Q41Record>(panel, k, lane, out, [&](const Q41Record& r, int g, int i) {
-        return scaled_and_moved(r, g, lane, get_nibble(r.quants[g], lane, i));
-      });
-    case Kind::q5_1:
-      return unpack_pairs<Q51Record>(panel, k, lane, out, [&](const Q51Record& r, int g, int i) {
-        return scaled_and_moved(r, g, lane, get_byte(r.quants[g], lane, i));
-      });
-    case Kind::q8_0:
-      return unpack_pairs<Q80Record>(panel, k, lane, out, [&](const Q80Record& r, int g, int i) {
-        return scaled(r, g, lane, static_cast<std::int8_t>(get_byte(r.quants[g], lane, i)));
-      });
-    case Kind::q4_k:
-      return unpack_supers<Q4KRecord>(panel, k, out, [&](const Q4KRecord& r, int g, int i) {
-        return super_value(r, g, lane, get_nibble(r.quants[g], lane, i));
-      });
-    case Kind::q5_k:
-      return unpack_supers<Q5KRecord>(panel, k, out, [&](const Q5KRecord& r, int g, int i) {
-        return super_value(r, g, lane, get_byte(r.quants[g], lane, i));
-      });
-    case Kind::q6_k:
-      return unpack_supers<Q6KRecord>(panel, k, out, [&](const Q6KRecord& r, int g, int i) {
-        float scale = half_to_float(r.scale[lane]) * r.half_scale[2 * g + i / 16][lane];
-        return scale * static_cast<float>(get_byte(r.quants[g], lane, i) - 32);
-      });
-    case Kind::bf16:
-      for (std::int64_t i = 0; i < k; ++i) {
-        out[i] = float_of_bits(
-            static_cast<std::uint32_t>(reinterpret_cast<const Bf16Record*>(panel)[i / 2].values[lane][i % 2]) << 16);
-      }
+template <int bits, class Record>
+void unpack_supers(const std::uint8_t* panel, std::int64_t k, int lane, float* out) {
+  const auto* records = reinterpret_cast<const Record*>(panel);
+  for (std::int64_t i = 0; i < k; ++i) {
+    const Record& record = records[i / super_size];
+    std::int64_t g = i % super_size / group_size;
+    float scale = half_to_float(record.scale[lane]), minimum = half_to_float(record.minimum[lane]);
+    auto q = static_cast<float>(get<bits>(record.quants[g], lane, static_cast<int>(i % group_size)));
+    out[i] = scale * record.group_scale[g][lane] * q - minimum * record.group_minimum[g][lane];
   }
 }
+
+void unpack_q6_k(const std::uint8_t* panel, std::int64_t k, int lane, float* out) {
+  const auto* records = reinterpret_cast<const Q6KRecord*>(panel);
+  for (std::int64_t i = 0; i < k; ++i) {
+    const Q6KRecord& record = records[i / super_size];
+    int q = get<6>(record.quants[i % super_size / group_size], lane, static_cast<int>(i % group_size)) - 32;
+    out[i] = half_to_float(record.scale[lane]) * record.half_scale[i % super_size / 16][lane] * static_cast<float>(q);
+  }
+}
+
+void unpack_bf16(const std::uint8_t* panel, std::int64_t k, int lane, float* out) {
+  const auto* records = reinterpret_cast<const Bf16Record*>(panel);
+  for (std::int64_t i = 0; i < k; ++i) {
+    out[i] = float_of_bits(static_cast<std::uint32_t>(records[i / 2].values[lane][i % 2]) << 16);
+  }
+}
+
+using UnpackRow = void (*)(const std::uint8_t* panel, std::int64_t k, int lane, float* out);
+
+constexpr UnpackRow unpack_row[num_kinds] = {
+    unpack_pairs<4, 8, Q40Record>, unpack_pairs<4, 0, Q41Record>, unpack_supers<4, Q4KRecord>,
+    unpack_pairs<5, 16, Q50Record>, unpack_pairs<5, 0, Q51Record>, unpack_supers<5, Q5KRecord>,
+    unpack_q6_k, unpack_pairs<8, 0, Q80Record>, unpack_bf16,
+};
 
 }  // namespace
 
@@ -388,7 +390,7 @@ void unpack_rows(Kind kind, const std::uint8_t* packed, std::int64_t k, const st
   std::int64_t bytes = panel_bytes(kind, k);
   auto row = [&](std::int64_t i) {
     const std::uint8_t* panel = packed + ids[i] / panel_outputs * bytes;
-    unpack_row(kind, panel, k, static_cast<int>(ids[i] % panel_outputs), out + i * k);
+    unpack_row[static_cast<int>(kind)](panel, k, static_cast<int>(ids[i] % panel_outputs), out + i * k);
   };
   constexpr std::int64_t few = 8;  // quicker done than handed out
   if (num_ids <= few) {

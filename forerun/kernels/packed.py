@@ -24,12 +24,12 @@ KINDS = {
     GGMLQuantizationType.Q4_0: "q4_0",
     GGMLQuantizationType.Q4_1: "q4_1",
     GGMLQuantizationType.Q4_K: "q4_k",
-    GGMLQuantizationType.Q5_0: "q8_0",  # the same values in 8 bits
+    GGMLQuantizationType.Q5_0: "q5_0",
     GGMLQuantizationType.Q5_1: "q5_1",
     GGMLQuantizationType.Q5_K: "q5_k",
     GGMLQuantizationType.Q6_K: "q6_k",
     GGMLQuantizationType.Q8_0: "q8_0",
-    GGMLQuantizationType.IQ4_NL: "q8_0",
+    GGMLQuantizationType.IQ4_NL: "q8_0",  # its 16 levels are whole numbers
     GGMLQuantizationType.BF16: "bf16",
 }
 """The packed kind that keeps the values of a GGUF type. Others must be dequantised first."""
@@ -51,7 +51,7 @@ class PackedWeight:
     """A matrix [N, K] in the form that the extension multiplies.
 
     Attributes:
-        kind: q4_0, q4_1, q4_k, q5_1, q5_k, q6_k, q8_0 or bf16.
+        kind: q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0 or bf16.
         data: uint8, its bytes; rows that were never packed are zero.
     """
 

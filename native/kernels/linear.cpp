@@ -7,13 +7,16 @@ namespace forerun::FORERUN_ISA {
 namespace {
 
 
-constexpr int prefetch_distance = 1024;  // bytes; the processor's own prefetch stops at each page
+// Bytes ahead; the processor's own prefetch stops at each page. Measured: 1 row gains little, 8 rows a third.
+constexpr int prefetch_distance = 2048;
 
-template <int bytes>
-FORERUN_INLINE void prefetch(const void* p) {
-  const char* start = static_cast<const char*>(p) + prefetch_distance;
-#pragma GCC unroll 4
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(start + i);
+// The share of group g, so that requests come evenly: a burst of them would wait for each other.
+template <class Record, int groups>
+FORERUN_INLINE void prefetch(const Record& record, int g) {
+  constexpr int share = (sizeof(Record) + groups - 1) / groups;
+  const char* start = reinterpret_cast<const char*>(&record) + prefetch_distance + g * share;
+#pragma GCC unroll 16
+  for (int i = 0; i < share; i += 64) __builtin_prefetch(start + i);
 }
 
 // A format says, for group g of a record: its scale, its minimum (where has_minimum), and how many bits its quants have.
@@ -169,9 +172,9 @@ void quantised_panel(const PanelCall& call) {
     for (int part = 0; part < parts; ++part) total[r][part] = zero_floats();
   }
   for (std::int64_t i = 0; i < call.records; ++i) {
-    prefetch<sizeof(typename Format::Record)>(records + i);
     const Format format(records[i]);
     for (int g = 0; g < Format::groups; ++g) {
+      prefetch<typename Format::Record, Format::groups>(records[i], g);
       add_all_rows<Format, rows>(format, g, x, total);
       ++x.group[0];
       if constexpr (rows > tile_rows) ++x.group[1];
@@ -257,6 +260,7 @@ void bf16_panel(const PanelCall& call) {
 
 using Q40Format = PairFormat<Q40Record, 4, 3, false>;
 using Q41Format = PairFormat<Q41Record, 4, 0, true>;
+using Q50Format = PairFormat<Q50Record, 5, 4, false>;
 using Q51Format = PairFormat<Q51Record, 5, 0, true>;
 using Q4KFormat = SuperFormat<Q4KRecord, 4>;
 using Q5KFormat = SuperFormat<Q5KRecord, 5>;
@@ -267,6 +271,7 @@ extern const LinearKernels linear_kernels = {{
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q40Format)),
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q41Format)),
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q4KFormat)),
+    FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q50Format)),
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q51Format)),
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q5KFormat)),
     FORERUN_ROWS(quantised_panel, FORERUN_FORMAT(Q6KFormat)),

@@ -112,12 +112,15 @@ __attribute__((noinline)) void dot_row(const std::uint8_t* quants, const std::in
                                        Ints& sums) {
   for (int lane = 0; lane < panel_outputs; ++lane) sums.lane[lane] = start;
   for (int quad = first_quad; quad < first_quad + quads; ++quad) {
-    const std::uint8_t* bytes = quants + (bits == 4 ? quad % 4 : quad) * 64;
+    const std::uint8_t* low = quants + (bits == 8 ? quad : quad % 4) * quad_bytes;
+    const std::uint8_t* high = quants + (bits == 6 ? 4 + quad % 4 / 2 : 4) * quad_bytes;
+    int shift = bits == 5 ? quad : quad < 4 ? 4 + quad % 2 * 2 : quad % 2 * 2;
     for (int lane = 0; lane < panel_outputs; ++lane) {
       for (int i = 0; i < 4; ++i) {
-        std::int32_t value = bytes[lane * 4 + i];
-        if constexpr (bits == 4) value = value >> quad / 4 * 4 & 15;
+        std::int32_t value = low[lane * 4 + i];
         if constexpr (bits == 8) value = static_cast<std::int8_t>(value);
+        if constexpr (bits < 8) value = value >> quad / 4 * 4 & 15;
+        if constexpr (bits > 4 && bits < 8) value |= (high[lane * 4 + i] >> shift & ((1 << (bits - 4)) - 1)) << 4;
         sums.lane[lane] += value * x[quad * 4 + i];
       }
     }
@@ -172,8 +175,12 @@ FORERUN_INLINE Ints broadcast_quad(const std::int8_t* x) {
   std::memcpy(&quad, x, 4);
   return _mm256_set1_epi32(quad);
 }
-FORERUN_INLINE Ints low_nibbles(Ints a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
-FORERUN_INLINE Ints high_nibbles(Ints a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
+FORERUN_INLINE Ints masked(Ints a, int byte) {
+  return _mm256_and_si256(a, _mm256_set1_epi8(static_cast<char>(byte)));
+}
+FORERUN_INLINE Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+FORERUN_INLINE Ints shift_right_16(Ints a, int count) { return _mm256_srli_epi16(a, count); }
+FORERUN_INLINE Ints shift_left_16(Ints a, int count) { return _mm256_slli_epi16(a, count); }
 FORERUN_INLINE Ints add16(Ints a, Ints b) { return pinned(_mm256_add_epi16(a, b)); }
 FORERUN_INLINE Ints add32(Ints a, Ints b) { return pinned(_mm256_add_epi32(a, b)); }
 FORERUN_INLINE Ints shift_left(Ints a, int count) { return _mm256_slli_epi32(a, count); }
@@ -231,8 +238,12 @@ FORERUN_INLINE Ints broadcast_quad(const std::int8_t* x) {
   std::memcpy(&quad, x, 4);
   return _mm512_set1_epi32(quad);
 }
-FORERUN_INLINE Ints low_nibbles(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
-FORERUN_INLINE Ints high_nibbles(Ints a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
+FORERUN_INLINE Ints masked(Ints a, int byte) {
+  return _mm512_and_si512(a, _mm512_set1_epi8(static_cast<char>(byte)));
+}
+FORERUN_INLINE Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+FORERUN_INLINE Ints shift_right_16(Ints a, int count) { return _mm512_srli_epi16(a, count); }
+FORERUN_INLINE Ints shift_left_16(Ints a, int count) { return _mm512_slli_epi16(a, count); }
 FORERUN_INLINE Ints add16(Ints a, Ints b) { return pinned(_mm512_add_epi16(a, b)); }
 FORERUN_INLINE Ints add32(Ints a, Ints b) { return pinned(_mm512_add_epi32(a, b)); }
 FORERUN_INLINE Ints shift_left(Ints a, int count) { return _mm512_slli_epi32(a, count); }
@@ -256,19 +267,35 @@ FORERUN_INLINE Ints signed_pair_sums(const Signed& w, Ints x) {
 
 #endif
 
-#if defined(FORERUN_ISA_avx512vnni)
+#if !defined(FORERUN_ISA_portable)
 
-template <int bits>
-FORERUN_INLINE Ints unsigned_weights(const std::uint8_t* quants, int quad, int part) {
-  if constexpr (bits == 4) {
-    Ints both = load_ints(quants + quad % 4 * 64, part);
-    return quad < 4 ? low_nibbles(both) : high_nibbles(both);
-  } else if constexpr (bits == 8) {
-    return _mm512_xor_si512(load_ints(quants + quad * 64, part), _mm512_set1_epi8(-128));  // + 128
-  } else {
-    return load_ints(quants + quad * 64, part);
-  }
+// Bits `from` .. of each byte moved to bit 4, the others cleared.
+FORERUN_INLINE Ints to_bit_4(Ints bytes, int from, int mask) {
+  if (from < 4) return masked(shift_left_16(bytes, 4 - from), mask);
+  return masked(from == 4 ? bytes : shift_right_16(bytes, from - 4), mask);
 }
+
+// Quad `quad` of a group, as unsigned bytes; of 8 bits as they are.
+template <int bits>
+FORERUN_INLINE Ints load_quad(const std::uint8_t* quants, int quad, int part) {
+  if constexpr (bits == 8) return load_ints(quants + quad * quad_bytes, part);
+  Ints both = load_ints(quants + quad % 4 * quad_bytes, part);
+  Ints low = masked(quad < 4 ? both : shift_right_16(both, 4), 15);
+  if constexpr (bits == 4) return low;
+  if constexpr (bits == 5) return either(low, to_bit_4(load_ints(quants + bytes_4, part), quad, 0x10));
+  Ints upper = load_ints(quants + bytes_4 + quad % 4 / 2 * quad_bytes, part);
+  return either(low, to_bit_4(upper, quad < 4 ? 4 + quad % 2 * 2 : quad % 2 * 2, 0x30));
+}
+
+// The order in which quads are taken: those that share bytes follow each other.
+template <int bits>
+FORERUN_INLINE constexpr int quad_at(int first_quad, int q, int quads) {
+  return bits < 8 && quads == 8 ? q / 2 + q % 2 * 4 : first_quad + q;
+}
+
+#endif
+
+#if defined(FORERUN_ISA_avx512vnni)
 
 // For each row and output: the sum of (weight - offset) * x over quads first_quad .. first_quad + quads - 1 of a group.
 // x(r): the row's values; minus_sum(r): minus their sum over these quads. The offset is 1 << offset_shift, or none at 0;
@@ -281,9 +308,9 @@ FORERUN_INLINE void dot(const std::uint8_t* quants, const Values& x, const Minus
   }
 #pragma GCC unroll 8
   for (int q = 0; q < quads; ++q) {
-    // 4 bits: quads j and j + 4 are of the same bytes, so they follow each other
-    int quad = bits == 4 ? q / 2 + q % 2 * 4 : first_quad + q;
-    Ints weights = unsigned_weights<bits>(quants, quad, 0);
+    int quad = quad_at<bits>(first_quad, q, quads);
+    Ints weights = load_quad<bits>(quants, quad, 0);
+    if constexpr (bits == 8) weights = _mm512_xor_si512(weights, _mm512_set1_epi8(-128));  // + 128
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
       sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], weights, broadcast_quad(x(r) + 4 * quad));
@@ -296,64 +323,66 @@ FORERUN_INLINE void dot(const std::uint8_t* quants, const Values& x, const Minus
 // Sums of pairs are of 16 bits. With |x| <= 127 so many of them can be added up before they need 32.
 inline constexpr int quads_in_16_bits(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : 2; }
 
+// Signed bytes: one sum of pairs may fill 16 bits, so each is widened at once.
+template <int rows, class Values>
+FORERUN_INLINE void dot_8_bits(const std::uint8_t* quants, const Values& x, Ints (&sums)[rows][parts]) {
+#pragma GCC unroll 8
+  for (int quad = 0; quad < 8; ++quad) {
+#pragma GCC unroll 2
+    for (int part = 0; part < parts; ++part) {
+      Signed weights = split_sign(load_quad<8>(quants, quad, part));
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r) {
+        Ints sum = widen(signed_pair_sums(weights, broadcast_quad(x(r) + 4 * quad)));
+        sums[r][part] = quad == 0 ? sum : add32(sums[r][part], sum);
+      }
+    }
+  }
+}
+
+template <int bits, int first_quad, int quads, int rows, class Values>
+FORERUN_INLINE void dot_unsigned(const std::uint8_t* quants, const Values& x, Ints (&sums)[rows][parts]) {
+  constexpr int chunk = quads_in_16_bits(bits);
+#pragma GCC unroll 8
+  for (int start = 0; start < quads; start += chunk) {
+    Ints words[rows][parts];
+#pragma GCC unroll 8
+    for (int q = start; q < start + chunk; ++q) {
+      int quad = quad_at<bits>(first_quad, q, quads);
+#pragma GCC unroll 2
+      for (int part = 0; part < parts; ++part) {
+        Ints weights = load_quad<bits>(quants, quad, part);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+          Ints pairs = pair_sums(weights, broadcast_quad(x(r) + 4 * quad));
+          words[r][part] = q == start ? pairs : add16(words[r][part], pairs);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+      for (int part = 0; part < parts; ++part) {
+        Ints sum = widen(words[r][part]);
+        sums[r][part] = start == 0 ? sum : add32(sums[r][part], sum);
+      }
+    }
+  }
+}
+
+// As above, for avx512vnni; 8 bits have no offset here.
 template <int bits, int offset_shift, int first_quad, int quads, int rows, class Values, class MinusSum>
 FORERUN_INLINE void dot(const std::uint8_t* quants, const Values& x, const MinusSum& minus_sum,
                         Ints (&sums)[rows][parts]) {
   if constexpr (bits == 8) {
-#pragma GCC unroll 8
-    for (int q = 0; q < quads; ++q) {
-#pragma GCC unroll 2
-      for (int part = 0; part < parts; ++part) {
-        Signed weights = split_sign(load_ints(quants + (first_quad + q) * 64, part));
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r) {
-          Ints sum = widen(signed_pair_sums(weights, broadcast_quad(x(r) + 4 * (first_quad + q))));
-          sums[r][part] = q == 0 ? sum : add32(sums[r][part], sum);
-        }
-      }
-    }
+    dot_8_bits(quants, x, sums);
   } else {
-    constexpr int chunk = quads_in_16_bits(bits);
-#pragma GCC unroll 8
-    for (int start = 0; start < quads; start += chunk) {
-      Ints words[rows][parts];
-#pragma GCC unroll 8
-      for (int q = start; q < start + chunk; ++q) {
-        int quad = bits == 4 ? q / 2 + q % 2 * 4 : first_quad + q;
-        Ints weights[parts];
-#pragma GCC unroll 2
-        for (int part = 0; part < parts; ++part) {
-          if constexpr (bits == 4) {
-            Ints both = load_ints(quants + q / 2 * 64, part);
-            weights[part] = q % 2 ? high_nibbles(both) : low_nibbles(both);
-          } else {
-            weights[part] = load_ints(quants + quad * 64, part);
-          }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r) {
-          Ints values = broadcast_quad(x(r) + 4 * quad);
-#pragma GCC unroll 2
-          for (int part = 0; part < parts; ++part) {
-            Ints pairs = pair_sums(weights[part], values);
-            words[r][part] = q == start ? pairs : add16(words[r][part], pairs);
-          }
-        }
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 2
-        for (int part = 0; part < parts; ++part) {
-          Ints sum = widen(words[r][part]);
-          sums[r][part] = start == 0 ? sum : add32(sums[r][part], sum);
-        }
-      }
-    }
-    if constexpr (offset_shift > 0) {
-      for (int r = 0; r < rows; ++r) {
-        Ints correction = shift_left(broadcast32(minus_sum(r)), offset_shift);
-        for (int part = 0; part < parts; ++part) sums[r][part] = add32(sums[r][part], correction);
-      }
+    dot_unsigned<bits, first_quad, quads>(quants, x, sums);
+  }
+  if constexpr (offset_shift > 0) {
+    for (int r = 0; r < rows; ++r) {
+      Ints correction = shift_left(broadcast32(minus_sum(r)), offset_shift);
+      for (int part = 0; part < parts; ++part) sums[r][part] = add32(sums[r][part], correction);
     }
   }
 }

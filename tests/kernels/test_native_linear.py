@@ -21,6 +21,7 @@ TYPES = [
     GGMLQuantizationType.Q4_0,
     GGMLQuantizationType.Q4_1,
     GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q5_0,
     GGMLQuantizationType.Q5_1,
     GGMLQuantizationType.Q5_K,
     GGMLQuantizationType.Q6_K,
@@ -166,12 +167,12 @@ def test_the_largest_values_do_not_overflow(ggml_type: GGMLQuantizationType, isa
 
 def fill_quants(weight: PackedWeight) -> None:
     """All quants of even outputs the largest, of odd outputs the smallest that the kind has; scales stay."""
-    bits = {"q4_0": 4, "q4_1": 4, "q4_k": 4, "q5_1": 5, "q5_k": 5, "q6_k": 6, "q8_0": 8}[weight.kind]
+    bits = int(weight.kind[1])
     groups = 8 if weight.kind.endswith("_k") else 2
-    quant_bytes = groups * (256 if bits == 4 else 512)
+    quant_bytes = groups * bits * 64
     record_bytes = weight.data.numel() // (weight.shape[0] // 16 * (weight.shape[1] // (32 * groups)))
     quants = weight.data.view(-1, record_bytes)[:, record_bytes - quant_bytes :].unflatten(1, (-1, 16, 4))
-    quants[:, :, 0::2] = {4: 0xFF, 5: 31, 6: 63, 8: 127}[bits]
+    quants[:, :, 0::2] = 127 if bits == 8 else 255
     quants[:, :, 1::2] = 128 if bits == 8 else 0
 
 
