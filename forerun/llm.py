@@ -138,7 +138,11 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable) or not all(hasattr(token, "__index__") for token in prompt):
+        if (
+            isinstance(prompt, Mapping)
+            or not isinstance(prompt, Iterable)
+            or not all(hasattr(token, "__index__") for token in prompt)
+        ):
             raise RequestError(f"a prompt must be a text or a list of token ids, got {prompt!r:.80}", "prompt")
         return [operator.index(token) for token in prompt]
 

@@ -8,7 +8,8 @@ import time
 import numpy as np
 import torch
 
-from forerun.attention import KVShape
+from forerun.attention import AttentionBackend, KVShape
+from forerun.attention.native import NativeAttention
 from forerun.attention.reference import ReferenceAttention
 from forerun.engine.cache import CachePool, GroupSpec
 from forerun.engine.config import EngineConfig
@@ -16,7 +17,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.messages import EngineInfo
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Scheduler
-from forerun.kernels import check_row_exactness
+from forerun.kernels import check_row_exactness, native
+from forerun.kernels.fused import PlainLinear
 from forerun.memory.budget import fit_model_len, kv_cache_bytes, start_up_lines
 from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
@@ -34,8 +36,7 @@ def build_engine(config: EngineConfig) -> Engine:
     Raises:
         ConfigError: the settings, the files or the memory do not allow it. Settings are judged before weights load.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    _set_num_threads(config.num_threads)
     path = str(resolve_model(config.model))
     model_config = read_config(path)
     dtype = torch.float32
@@ -45,7 +46,8 @@ def build_engine(config: EngineConfig) -> Engine:
     started = time.perf_counter()
     tokenizer = load_tokenizer(path, config.tokenizer)
     max_positions = config.max_model_len or model_config.max_position_embeddings
-    model = load_model(path, dtype=dtype, max_positions=max_positions)
+    packed = config.dtype == "auto"
+    model = load_model(path, dtype, max_positions, packed=packed, quantization=config.quantization)
     load_time_s = time.perf_counter() - started
 
     pool = CachePool(
@@ -53,10 +55,11 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     max_model_len = _fit(config, model_config, shape, dtype, pool.num_bytes)
     memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
-    attention = ReferenceAttention(shape, model_config.num_heads, memory, dtype)
+    backend = NativeAttention if native.available() else ReferenceAttention
+    attention: AttentionBackend = backend(shape, model_config.num_heads, memory, dtype)
     num_tokens = pool.num_chunks * config.block_size
     lines = start_up_lines(
-        load_bytes=model_config.weight_bytes(dtype.itemsize),
+        load_bytes=model.weight_bytes,
         load_time_s=load_time_s,
         kv_bytes=pool.num_bytes,
         num_tokens=num_tokens,
@@ -67,7 +70,12 @@ def build_engine(config: EngineConfig) -> Engine:
             f"WARNING: max_num_batched_tokens ({config.max_num_batched_tokens}) is below max_num_seqs "
             f"({config.max_num_seqs}): requests that find no row in a step wait for others to end"
         )
-    if not check_row_exactness(_product_shapes(model_config)):
+    if not native.available():
+        lines.append(
+            "WARNING: the CPU extension is not built (no C++ compiler at install, or a bare source tree): weights are "
+            "dequantised to float32 and computed by plain torch, several times slower; see README"
+        )
+    if not check_row_exactness({linear.shape for linear in model.linears if isinstance(linear, PlainLinear)}):
         lines.append(
             "WARNING: this machine's matrix products give a row other bits at other places of a tile: "
             "near ties may be decided differently with and without drafts"
@@ -119,6 +127,9 @@ def _fit(config: EngineConfig, model: DecoderConfig, shape: KVShape, dtype: torc
     )
 
 
-def _product_shapes(model: DecoderConfig) -> set[tuple[int, int]]:
-    """The distinct (N, K) of the model's weight matrices."""
-    return {(shape[0], shape[1]) for shape in model.weight_shapes().values() if len(shape) == 2}
+def _set_num_threads(count: int | None) -> None:
+    """For torch's kernels and for ours."""
+    if count is not None:
+        torch.set_num_threads(count)
+    if native.available():
+        native.set_num_threads(torch.get_num_threads())

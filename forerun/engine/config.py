@@ -32,7 +32,9 @@ class EngineConfig:
         tokenizer: where the tokenizer comes from; None: the model.
         speculative_config: how to draft; None: plain decoding.
         device: "cpu" ("cuda" is not served yet).
-        dtype: "auto" or "float32" on a CPU.
+        dtype: "auto" computes with the checkpoint's weights as they are stored (4-bit, int8 and bf16 through the CPU
+            extension); "float32" with dequantised ones.
+        quantization: "int8" makes int8 of floating weights at load; None: as they are stored.
         max_model_len: longest prompt plus output, tokens; None: the model's own, cut to what the KV cache holds.
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most tokens in one step, drafted ones included; longer prompts are computed in chunks.
@@ -49,6 +51,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     device: str = "cpu"
     dtype: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -71,3 +74,7 @@ class EngineConfig:
             raise ConfigError(f"device={self.device!r} is not served yet: use 'cpu'")
         if self.dtype not in ("auto", "float32"):
             raise ConfigError(f"dtype={self.dtype!r} is not served on a CPU yet: use 'auto' or 'float32'")
+        if self.quantization not in (None, "int8"):
+            raise ConfigError(f"quantization={self.quantization!r} is not served: use 'int8' or leave it out")
+        if self.quantization is not None and self.dtype == "float32":
+            raise ConfigError("quantization='int8' and dtype='float32' exclude each other: leave one out")
