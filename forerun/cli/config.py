@@ -190,7 +190,8 @@ _RULES = """\
    accept the same, and `match` keeps the text besides.
 
 Unlike vLLM 0.33.0, `suffix_decoding_max_cached_requests` is 0 and not 10000 where it is missing: drafts copy from the
-request's own tokens until a cache across requests is served. Bounds above (1024 tokens) are ours; vLLM has none.
+request's own tokens until a cache across requests is served. Bounds above (1024 tokens, 128 for the depth of the suffix
+tree) are ours; vLLM has none.
 """
 
 

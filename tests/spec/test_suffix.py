@@ -17,7 +17,7 @@ from forerun.engine.plan import Grant, Plan, ScheduledRequest
 from forerun.request import Request, SamplingParams
 from forerun.spec.config import SpeculativeConfig
 from forerun.spec.proposer import Draft, DraftInputs
-from forerun.spec.proposers import ngram
+from forerun.spec.proposers import history
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.suffix_tree import Speculation, SuffixTree
 from forerun.spec.verifier import Verdict
@@ -201,7 +201,7 @@ def test_the_prompt_is_indexed_along_with_its_chunks_and_over_several_steps(monk
     assert propose(proposer, [request], a=4).of("a").tokens == [1, 2, 3, 1]
 
     proposer.forget("a")
-    monkeypatch.setattr(ngram, "MAX_INDEXED_PER_CALL", 100)
+    monkeypatch.setattr(history, "MAX_INDEXED_PER_CALL", 100)
     assert [len(propose(proposer, [request], a=4).of("a")) for _ in range(4)] == [0, 0, 4, 4]
 
 
