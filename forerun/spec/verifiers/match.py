@@ -24,8 +24,9 @@ class MatchVerifier:
     lossless = "path"
 
     def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
-        greedy = target_logits.argmax(dim=-1).tolist() if any(rows.params.greedy for rows in sampling) else []
-        finite = target_logits.sum(dim=-1).isfinite().tolist()
+        best = target_logits.argmax(dim=-1)
+        finite = target_logits.gather(1, best.unsqueeze(1)).isfinite().flatten().tolist()  # a NaN is the argmax
+        greedy = best.tolist()
         return Verdict(
             {r.request_id: self._walk(draft.of(r.request_id), target_logits, r, greedy, finite) for r in sampling}
         )
