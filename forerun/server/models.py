@@ -23,6 +23,9 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_INT = 2**31 - 1  # larger limits mean no limit; they must fit into a message
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+Messages = Annotated[
+    list[dict[str, Any]], Field(fail_fast=True)
+]  # a fault an item, for a million items, would take seconds
 Name = Annotated[str, Field(max_length=256)]
 
 
@@ -61,7 +64,7 @@ class GenerationBody(Body):
     top_p: float = 1.0
     seed: int | None = None
     stop: StopString | list[StopString] = []
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -138,7 +141,7 @@ class ChatBody(GenerationBody):
 
     NOT_SERVED: ClassVar[Mapping[str, Neutral]] = CHAT_NOT_SERVED
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -171,7 +174,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -183,7 +186,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 _warned_temperature = False

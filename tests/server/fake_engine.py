@@ -179,6 +179,7 @@ class ByteTokenizer:
     """A token a byte, no special tokens."""
 
     vocab_size = VOCAB_SIZE
+    max_token_bytes = 1
 
     def __init__(self, *, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template
