@@ -16,6 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.messages import EngineInfo
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Scheduler
+from forerun.errors import ConfigError
 from forerun.kernels import check_row_exactness
 from forerun.memory.budget import fit_model_len, kv_cache_bytes, start_up_lines
 from forerun.models.builtin import resolve_model
@@ -44,6 +45,11 @@ def build_engine(config: EngineConfig) -> Engine:
 
     started = time.perf_counter()
     tokenizer = load_tokenizer(path, config.tokenizer)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ConfigError(
+            f"tokenizer {config.tokenizer or config.model!r} has {tokenizer.vocab_size} ids but the model's vocab_size "
+            f"is {model_config.vocab_size}: it is not this model's tokenizer"
+        )
     max_positions = config.max_model_len or model_config.max_position_embeddings
     model = load_model(path, dtype=dtype, max_positions=max_positions)
     load_time_s = time.perf_counter() - started

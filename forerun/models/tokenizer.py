@@ -267,14 +267,16 @@ def _load_directory(folder: Path) -> Tokenizer:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise CheckpointError(f"no tokenizer in {folder}: there is no tokenizer.json (name another with --tokenizer)")
     with _quiet_transformers():
-        if (folder / "config.json").is_file():
-            from transformers import AutoTokenizer
-
-            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        else:  # without a config.json AutoTokenizer cannot tell whose tokenizer it is
+        # A tokenizer.json says everything; the class that goes with the model's type would be built again from parts of
+        # it, and the search for that class imports torch, which takes a front twice the time to start.
+        if (folder / "tokenizer.json").is_file() or not (folder / "config.json").is_file():
             from transformers import PreTrainedTokenizerFast
 
             hf = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        else:
+            from transformers import AutoTokenizer
+
+            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     eos: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         eos |= _eos_ids_of(folder / name)
