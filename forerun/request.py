@@ -13,6 +13,7 @@ from forerun.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 SEED_BITS = 64
+DRAWN_SEED_BITS = 53  # of seeds that we draw: JSON numbers of every client hold them, so that they can be sent back
 
 
 class FinishReason(enum.StrEnum):
@@ -73,8 +74,8 @@ class SamplingParams:
             raise RequestError(f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", "logprobs")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", "stop")
-        if any(not s for s in self.stop):
-            raise RequestError("a stop string must not be empty", "stop")
+        if "" in self.stop:
+            raise RequestError(f"stop[{self.stop.index('')}] must not be empty", "stop")
 
     @property
     def greedy(self) -> bool:
