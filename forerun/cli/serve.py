@@ -122,9 +122,9 @@ def serve(
     host: Annotated[str, _web("Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, _web("Port to listen on; 0: any free one.")] = 8000,
     api_key: Annotated[list[str] | None, _web(
-        "A key that requests under /v1 must bear; may be repeated. If not given, VLLM_API_KEY.")] = None,
+        "Keys, one of which requests under /v1 must bear: K [K ...]. If not given, VLLM_API_KEY.")] = None,
     served_model_name: Annotated[list[str] | None, _web(
-        "Name that requests use; may be repeated. If not given, MODEL.")] = None,
+        "Names that requests may use: A [B ...]. If not given, MODEL.")] = None,
     max_body_size: Annotated[str, _web("Longest request body.", metavar="BYTES")] = "16MiB",
     max_prompts: Annotated[int, _web("Most prompts of a request.")] = 1024,
     max_messages: Annotated[int, _web("Most messages of a request, parts of their contents included.")] = 4096,
