@@ -108,8 +108,8 @@ class SamplingParams:
             raise RequestError(f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", "logprobs")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", "stop")
-        if any(not s for s in self.stop):
-            raise RequestError("a stop string must not be empty", "stop")
+        if "" in self.stop:
+            raise RequestError(f"stop[{self.stop.index('')}] must not be empty", "stop")
 
     @property
     def greedy(self) -> bool:

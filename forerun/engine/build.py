@@ -17,6 +17,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.messages import EngineInfo
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Scheduler
+from forerun.errors import ConfigError
 from forerun.kernels import check_row_exactness, native
 from forerun.kernels.fused import PlainLinear
 from forerun.memory.budget import fit_model_len, kv_cache_bytes, start_up_lines
@@ -45,6 +46,11 @@ def build_engine(config: EngineConfig) -> Engine:
 
     started = time.perf_counter()
     tokenizer = load_tokenizer(path, config.tokenizer)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ConfigError(
+            f"tokenizer {config.tokenizer or config.model!r} has {tokenizer.vocab_size} ids but the model's vocab_size "
+            f"is {model_config.vocab_size}: it is not this model's tokenizer"
+        )
     max_positions = config.max_model_len or model_config.max_position_embeddings
     packed = config.dtype == "auto"
     model = load_model(path, dtype, max_positions, packed=packed, quantization=config.quantization)
