@@ -116,7 +116,7 @@ def serve(
     enable_prefix_caching: Annotated[bool, _engine(
         "Reuse KV of prompts that begin alike.", "--enable-prefix-caching/--no-enable-prefix-caching")] = True,
     dtype: Annotated[str, _engine("auto or float32.")] = "auto",
-    quantization: Annotated[str | None, _engine("int8: make int8 of floating weights; if not given, as stored.")] = None,
+    quantization: Annotated[str | None, _engine("int8: of floating weights; if not given, as stored.")] = None,
     device: Annotated[str, _engine("cpu.")] = "cpu",
     num_threads: Annotated[int | None, _engine("Threads of the CPU's kernels; if not given, PyTorch's choice.")] = None,
     seed: Annotated[int | None, _engine("Makes the seeds repeatable that requests without one get.")] = None,

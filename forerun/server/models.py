@@ -12,12 +12,11 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from forerun.errors import RequestError
-from forerun.request import MAX_LOGPROBS, SamplingParams
+from forerun.request import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
 from forerun.server.fields import CHAT_NOT_SERVED, COMPLETION_NOT_SERVED, Neutral, served_fields, shorten
 
 logger = logging.getLogger("forerun.server")
 
-MIN_TEMPERATURE = 0.01  # below it, but above 0, logits lose their meaning
 MAX_STOP_LENGTH = 1024  # characters; how much text a stream may hold back
 MAX_STOP_TOKEN_IDS = 1024
 MAX_INT = 2**31 - 1  # larger limits mean no limit; they must fit into a message
@@ -97,9 +96,10 @@ class GenerationBody(Body):
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true", "stream_options")
+        _warn_of_temperature(self.temperature)
         limit = self.token_limit()
         return SamplingParams(
-            temperature=_served_temperature(self.temperature),
+            temperature=self.temperature,
             top_k=min(self.top_k, MAX_INT),
             top_p=self.top_p,
             seed=self.seed,
@@ -197,14 +197,11 @@ class DetokenizeBody(Body):
 _warned_temperature = False
 
 
-def _served_temperature(temperature: float) -> float:
+def _warn_of_temperature(temperature: float) -> None:
     global _warned_temperature
-    if not 0.0 < temperature < MIN_TEMPERATURE:
-        return temperature
-    if not _warned_temperature:
+    if 0.0 < temperature < MIN_TEMPERATURE and not _warned_temperature:
         _warned_temperature = True
         logger.warning("temperature=%g is raised to %g; 0 is greedy (said once)", temperature, MIN_TEMPERATURE)
-    return MIN_TEMPERATURE
 
 
 def _first_error(error: ValidationError) -> RequestError:
