@@ -8,7 +8,8 @@ import time
 import numpy as np
 import torch
 
-from forerun.attention import KVShape
+from forerun.attention import AttentionBackend, KVShape
+from forerun.attention.native import NativeAttention
 from forerun.attention.reference import ReferenceAttention
 from forerun.engine.cache import CachePool, GroupSpec
 from forerun.engine.config import EngineConfig
@@ -16,10 +17,12 @@ from forerun.engine.engine import Engine
 from forerun.engine.messages import EngineInfo
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Scheduler
-from forerun.kernels import check_row_exactness
+from forerun.kernels import check_row_exactness, native
+from forerun.kernels.fused import PlainLinear
 from forerun.memory.budget import fit_model_len, kv_cache_bytes, start_up_lines
 from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
 from forerun.models.loading import load_model, read_config
 from forerun.models.tokenizer import load_tokenizer
 from forerun.spec.control import FixedLength
@@ -36,6 +39,8 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+        if native.available():
+            native.set_num_threads(config.num_threads)
     path = str(resolve_model(config.model))
     model_config = read_config(path)
     dtype = torch.float32
@@ -45,7 +50,7 @@ def build_engine(config: EngineConfig) -> Engine:
     started = time.perf_counter()
     tokenizer = load_tokenizer(path, config.tokenizer)
     max_positions = config.max_model_len or model_config.max_position_embeddings
-    model = load_model(path, dtype=dtype, max_positions=max_positions)
+    model = load_model(path, dtype=dtype, max_positions=max_positions, packed=config.dtype == "auto")
     load_time_s = time.perf_counter() - started
 
     pool = CachePool(
@@ -53,16 +58,17 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     max_model_len = _fit(config, model_config, shape, dtype, pool.num_bytes)
     memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
-    attention = ReferenceAttention(shape, model_config.num_heads, memory, dtype)
+    backend = NativeAttention if native.available() else ReferenceAttention
+    attention: AttentionBackend = backend(shape, model_config.num_heads, memory, dtype)
     num_tokens = pool.num_chunks * config.block_size
     lines = start_up_lines(
-        load_bytes=model_config.weight_bytes(dtype.itemsize),
+        load_bytes=model.weight_bytes,
         load_time_s=load_time_s,
         kv_bytes=pool.num_bytes,
         num_tokens=num_tokens,
         max_model_len=max_model_len,
     )
-    if not check_row_exactness(_product_shapes(model_config)):
+    if not check_row_exactness(_product_shapes(model)):
         lines.append(
             "WARNING: this machine's matrix products give a row other bits at other places of a tile: "
             "near ties may be decided differently with and without drafts"
@@ -114,6 +120,7 @@ def _fit(config: EngineConfig, model: DecoderConfig, shape: KVShape, dtype: torc
     )
 
 
-def _product_shapes(model: DecoderConfig) -> set[tuple[int, int]]:
-    """The distinct (N, K) of the model's weight matrices."""
-    return {(shape[0], shape[1]) for shape in model.weight_shapes().values() if len(shape) == 2}
+def _product_shapes(model: Decoder) -> set[tuple[int, int]]:
+    """The distinct (N, K) of the matrices that plain torch multiplies."""
+    weights = [linear.weight for linear in model.linears if isinstance(linear, PlainLinear)]
+    return {(weight.shape[0], weight.shape[1]) for weight in weights}

@@ -20,7 +20,8 @@ class EngineConfig:
         tokenizer: where the tokenizer comes from; None: the model.
         speculative_config: how to draft; None: plain decoding.
         device: "cpu" ("cuda" is not served yet).
-        dtype: "auto" or "float32" on a CPU.
+        dtype: "auto": quantised and bf16 matrices as they are where the CPU extension is there, others in float32;
+            "float32": all in float32.
         max_model_len: longest prompt plus output, tokens; None: the model's own, cut to what the KV cache holds.
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most tokens in one step, drafted ones included; longer prompts are computed in chunks.
