@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -46,15 +47,29 @@ def step(model: Decoder, attention: AttentionBackend, tokens: Tensor, start: int
     return model.logits(hidden[-1:] if last_only else hidden)
 
 
-def median_ms(run: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """(median, least) of the repeats, after one that is not counted."""
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds: of the clock, median and least, and of processor time in all threads, which other processes on the
+    machine disturb less."""
+
+    median: float
+    least: float
+    cpu: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ms (least {self.least:.2f}; processor time {self.cpu:.2f})"
+
+
+def time_ms(run: Callable[[], object], repeats: int) -> Timing:
+    """Of the repeats, after one that is not counted."""
     run()
-    times = []
+    times, cpu_times = [], []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         run()
         times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times), min(times)
+        cpu_times.append((time.process_time() - cpu_started) * 1e3)
+    return Timing(*(round(x, 2) for x in (statistics.median(times), min(times), statistics.median(cpu_times))))
 
 
 def tokens_of(model: Decoder, count: int) -> Tensor:
@@ -106,16 +121,16 @@ def main() -> None:
             native.set_num_threads(threads)
             for rows in args.rows:
                 tokens = tokens_of(model, rows)
-                median, least = median_ms(
+                timing = time_ms(
                     lambda tokens=tokens: step(model, attention, tokens, args.context, last_only=False), args.repeats
                 )
-                print(f"{threads} threads, {rows} rows: {median:.2f} ms (least {least:.2f})", flush=True)
-                result[f"ms_{rows}_rows_{threads}_threads"] = round(median, 2)
+                print(f"{threads} threads, {rows} rows: {timing}", flush=True)
+                result[f"{rows}_rows_{threads}_threads"] = asdict(timing)
             if args.prefill:
                 tokens = tokens_of(model, args.prefill)
-                median, least = median_ms(lambda tokens=tokens: step(model, attention, tokens, 0), 3)
-                print(f"{threads} threads, prefill of {args.prefill}: {median:.0f} ms (least {least:.0f})", flush=True)
-                result[f"ms_prefill_{args.prefill}_{threads}_threads"] = round(median, 1)
+                timing = time_ms(lambda tokens=tokens: step(model, attention, tokens, 0), 3)
+                print(f"{threads} threads, prefill of {args.prefill}: {timing}", flush=True)
+                result[f"prefill_{args.prefill}_{threads}_threads"] = asdict(timing)
     if args.compare:
         tokens = tokens_of(model, 128)
         if args.text:

@@ -10,7 +10,8 @@ namespace forerun {
 namespace {
 
 constexpr std::int64_t serial_values = 1 << 14;  // quicker done than handed out
-constexpr std::int64_t mlp_rows = 128;           // so many rows at once: what lies between its products stays in the cache
+constexpr std::int64_t rows_at_once = 512;       // bounds the memory of what is made of a product's rows
+constexpr std::int64_t mlp_rows_at_once = 128;   // what lies between its products stays in the cache
 
 // body(row) for all rows; on this thread alone where that is little work.
 template <class Body>
@@ -20,6 +21,12 @@ void for_rows(std::int64_t rows, std::int64_t row_values, const Body& body) {
   } else {
     parallel_for(rows, body);
   }
+}
+
+// body(first, count) for all rows, some at once.
+template <class Body>
+void in_chunks(std::int64_t rows, std::int64_t at_once, const Body& body) {
+  for (std::int64_t first = 0; first < rows; first += at_once) body(first, std::min(at_once, rows - first));
 }
 
 struct Needs {
@@ -69,13 +76,9 @@ void made_linear(const Make& make, std::int64_t rows, const Linear& linear, Muta
   run_linear(linear, floats, k, tiles, rows, y.data, y.stride);
 }
 
-template <class Make>
-void made_linear_add(const Make& make, std::int64_t rows, const Linear& linear, MutableRows to) {
-  std::int64_t n = num_outputs(linear);
-  MutableRows product{buffers().product.get(rows * n), n};
-  made_linear(make, rows, linear, product);
+void add_rows(ConstRows x, std::int64_t rows, std::int64_t n, MutableRows to) {
   auto add = row_kernels().add;
-  for_rows(rows, n, [&](std::int64_t row) { add(product.row(row), n, to.row(row)); });
+  for_rows(rows, n, [&](std::int64_t row) { add(x.row(row), n, to.row(row)); });
 }
 
 }  // namespace
@@ -87,34 +90,38 @@ void norm_rows(ConstRows x, std::int64_t rows, std::int64_t n, Norm norm, Mutabl
 
 void norm_linear(ConstRows x, std::int64_t rows, Norm norm, const Linear& linear, MutableRows y) {
   auto rms_norm = row_kernels().rms_norm;
-  auto make = [&](std::int64_t row, float* out) { rms_norm(x.row(row), norm.weight, norm.eps, linear.k, out); };
-  made_linear(make, rows, linear, y);
+  in_chunks(rows, rows_at_once, [&](std::int64_t first, std::int64_t count) {
+    auto make = [&](std::int64_t row, float* out) {
+      rms_norm(x.row(first + row), norm.weight, norm.eps, linear.k, out);
+    };
+    made_linear(make, count, linear, {y.row(first), y.stride});
+  });
 }
 
 void linear_add(ConstRows x, std::int64_t rows, const Linear& linear, MutableRows to) {
   std::int64_t n = num_outputs(linear);
-  MutableRows product{buffers().product.get(rows * n), n};
-  ActivationGroup* tiles = nullptr;
-  if (needs_of(linear).tiles) {
-    tiles = activation_buffer(rows, linear.k);
-    quantize_rows(x.data, x.stride, rows, linear.k, tiles);
-  }
-  run_linear(linear, x.data, x.stride, tiles, rows, product.data, product.stride);
-  auto add = row_kernels().add;
-  for_rows(rows, n, [&](std::int64_t row) { add(product.row(row), n, to.row(row)); });
+  bool needs_tiles = needs_of(linear).tiles;
+  in_chunks(rows, rows_at_once, [&](std::int64_t first, std::int64_t count) {
+    MutableRows product{buffers().product.get(count * n), n};
+    ActivationGroup* tiles = needs_tiles ? activation_buffer(count, linear.k) : nullptr;
+    if (needs_tiles) quantize_rows(x.row(first), x.stride, count, linear.k, tiles);
+    run_linear(linear, x.row(first), x.stride, tiles, count, product.data, product.stride);
+    add_rows(product, count, n, {to.row(first), to.stride});
+  });
 }
 
 void mlp(MutableRows x, std::int64_t rows, Norm norm, const Linear& gate_up, const Linear& down) {
   auto silu_mul = row_kernels().silu_mul;
-  std::int64_t middle = down.k;
-  MutableRows both{buffers().middle.get(std::min(rows, mlp_rows) * 2 * middle), 2 * middle};
-  auto make = [&](std::int64_t row, float* out) { silu_mul(both.row(row), both.row(row) + middle, middle, out); };
-  for (std::int64_t first = 0; first < rows; first += mlp_rows) {
-    std::int64_t count = std::min(mlp_rows, rows - first);
+  std::int64_t middle = down.k, hidden = num_outputs(down);
+  in_chunks(rows, mlp_rows_at_once, [&](std::int64_t first, std::int64_t count) {
     MutableRows part{x.row(first), x.stride};
+    MutableRows both{buffers().middle.get(count * 2 * middle), 2 * middle};
     norm_linear(part, count, norm, gate_up, both);
-    made_linear_add(make, count, down, part);
-  }
+    MutableRows product{buffers().product.get(count * hidden), hidden};
+    auto make = [&](std::int64_t row, float* out) { silu_mul(both.row(row), both.row(row) + middle, middle, out); };
+    made_linear(make, count, down, product);
+    add_rows(product, count, hidden, part);
+  });
 }
 
 void rope_rows(MutableRows qkv, std::int64_t rows, const Rope& rope) {

@@ -55,6 +55,8 @@ class NativeAttention:
 
     def begin(self, layout: StepLayout) -> None:
         self._slots = layout.slots.contiguous()
+        assert not len(self._slots) or int(self._slots.max()) < self._num_blocks * self.shape.block_size
+        self._checked = False
         self._ints, self._tiles = self._flatten(layout.tiles)
         self._native.begin(
             self._slots.data_ptr(),
@@ -65,13 +67,15 @@ class NativeAttention:
         )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not self._checked:  # all layers are alike
+            self._check(query, self.num_heads)
+            self._check(key, self.shape.num_kv_heads)
+            self._check(value, self.shape.num_kv_heads)
+            self._checked = True
         num_rows = self._slots.shape[0]
         out = torch.empty(query.shape[0], self.num_heads, self.shape.head_dim)
         if query.shape[0] > num_rows:
             out[num_rows:] = 0
-        self._check(query, self.num_heads)
-        self._check(key, self.shape.num_kv_heads)
-        self._check(value, self.shape.num_kv_heads)
         self._native.attend(
             layer,
             query.data_ptr(),

@@ -44,11 +44,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, H] scaled to unit root mean square, times weight [H]."""
     if not _is_native(x):
         return reference.rms_norm(x, weight, eps)
-    _check_rows(x, weight.shape[0])
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    native.extension().norm(
-        x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], _address(weight), eps, out.data_ptr(), x.shape[1]
-    )
+    num_rows, width = x.shape
+    stride = _row_stride(x, width)
+    out = torch.empty(num_rows, width)
+    native.extension().norm(x.data_ptr(), stride, num_rows, width, _address(weight, width), eps, out.data_ptr(), width)
     return out
 
 
@@ -56,12 +55,10 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, linear: Linear) -> T
     """x [T, K], RMS-normed, times the weights: [T, N]."""
     if isinstance(linear, PlainLinear):
         return linear(reference.rms_norm(x, norm_weight, eps))
-    _check_rows(x, linear.k)
-    y = torch.empty(x.shape[0], linear.n)
+    stride, num_rows = _row_stride(x, linear.k), x.shape[0]
+    y = torch.empty(num_rows, linear.n)
     weight = _address(norm_weight, linear.k)
-    native.extension().norm_linear(
-        x.data_ptr(), x.stride(0), x.shape[0], weight, eps, linear.address, y.data_ptr(), linear.n
-    )
+    native.extension().norm_linear(x.data_ptr(), stride, num_rows, weight, eps, linear.address, y.data_ptr(), linear.n)
     return y
 
 
@@ -88,13 +85,12 @@ def rope_qk(
         _rope_heads(heads[:, :num_heads], cos, sin, q_norm, eps)
         _rope_heads(heads[:, num_heads : num_heads + num_kv_heads], cos, sin, k_norm, eps)
         return
-    _check_rows(qkv, (num_heads + 2 * num_kv_heads) * dim)
-    num_rows = qkv.shape[0]
+    stride, num_rows = _row_stride(qkv, (num_heads + 2 * num_kv_heads) * dim), qkv.shape[0]
     if cos.shape != (num_rows, dim // 2) or sin.shape != cos.shape:
         raise ValueError(f"cos and sin must be [{num_rows}, D / 2], got {list(cos.shape)} and {list(sin.shape)}")
     q_address, k_address = (0 if norm is None else _address(norm, dim) for norm in (q_norm, k_norm))
     native.extension().rope(
-        qkv.data_ptr(), qkv.stride(0), num_rows, _address(cos), _address(sin), num_heads, num_kv_heads, dim,
+        qkv.data_ptr(), stride, num_rows, _address(cos), _address(sin), num_heads, num_kv_heads, dim,
         q_address, k_address, eps,
     )  # fmt: skip
 
@@ -104,11 +100,11 @@ def linear_add(x: Tensor, linear: Linear, residual: Tensor) -> None:
     if isinstance(linear, PlainLinear):
         residual += linear(x)
         return
-    _check_rows(x, linear.k)
-    _check_rows(residual, linear.n, x.shape[0])
-    native.extension().linear_add(
-        x.data_ptr(), x.stride(0), x.shape[0], linear.address, residual.data_ptr(), residual.stride(0)
-    )
+    stride, num_rows = _row_stride(x, linear.k), x.shape[0]
+    to_stride = _row_stride(residual, linear.n)
+    if residual.shape[0] != num_rows:
+        raise ValueError(f"expected {num_rows} rows, got {residual.shape[0]}")
+    native.extension().linear_add(x.data_ptr(), stride, num_rows, linear.address, residual.data_ptr(), to_stride)
 
 
 def mlp(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Linear, down: Linear) -> None:
@@ -118,9 +114,9 @@ def mlp(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Linear, down: Linea
         return
     if gate_up.n != 2 * down.k or gate_up.k != down.n:
         raise ValueError(f"gate_up [{gate_up.n}, {gate_up.k}] and down [{down.n}, {down.k}] do not fit together")
-    _check_rows(x, gate_up.k)
+    stride = _row_stride(x, gate_up.k)
     weight = _address(norm_weight, gate_up.k)
-    native.extension().mlp(x.data_ptr(), x.stride(0), x.shape[0], weight, eps, gate_up.address, down.address)
+    native.extension().mlp(x.data_ptr(), stride, x.shape[0], weight, eps, gate_up.address, down.address)
 
 
 def _rope_heads(heads: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, eps: float) -> None:
@@ -132,11 +128,14 @@ def _is_native(x: Tensor) -> bool:
     return native.available() and x.dtype == torch.float32 and x.is_cpu
 
 
-def _check_rows(x: Tensor, width: int, num_rows: int | None = None) -> None:
-    if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != width or x.stride(1) != 1:
-        raise ValueError(f"expected [T, {width}] float32 with contiguous rows, got {list(x.shape)} {x.dtype}")
-    if num_rows is not None and x.shape[0] != num_rows:
-        raise ValueError(f"expected {num_rows} rows, got {x.shape[0]}")
+def _row_stride(x: Tensor, width: int) -> int:
+    """Floats from a row of x [T, width] to the next."""
+    if x.dtype == torch.float32 and x.dim() == 2 and x.shape[1] == width:
+        if x.is_contiguous():
+            return width
+        if x.stride(1) == 1:
+            return x.stride(0)
+    raise ValueError(f"expected [T, {width}] float32 with contiguous rows, got {list(x.shape)} {x.dtype}")
 
 
 def _address(x: Tensor, size: int | None = None) -> int:

@@ -17,6 +17,7 @@ from forerun.errors import ConfigError
 from forerun.kernels import native
 from forerun.kernels.fused import PlainLinear
 from forerun.kernels.packed import PackedLinear, PackedWeight
+from forerun.models.builtin import resolve_model
 from forerun.models.decoder import Decoder
 from forerun.models.loading import load_model
 
@@ -32,13 +33,13 @@ ROUNDED = 0.05  # activations are rounded to int8: measured 0.01 to 0.025 in the
 class Cache:
     """One sequence in a native cache, its blocks in no order."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, num_blocks: int = 8, dtype: torch.dtype = torch.float32) -> None:
         config = decoder.config
         shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK)
         self.decoder = decoder
-        self.table = torch.randperm(8).tolist()
-        pool = torch.full((8 * shape.block_bytes(4),), 255, dtype=torch.uint8)
-        self.attention = NativeAttention(shape, config.num_heads, pool)
+        self.table = torch.randperm(num_blocks).tolist()
+        pool = torch.full((num_blocks * shape.block_bytes(dtype.itemsize),), 255, dtype=torch.uint8)
+        self.attention = NativeAttention(shape, config.num_heads, pool, dtype)
 
     def logits(self, tokens: list[int], start: int = 0) -> Tensor:
         """Of a step over tokens at positions start.. ."""
@@ -173,6 +174,21 @@ def test_bits_do_not_depend_on_chunks_threads_or_instruction_set(family: str, ki
     chunks = itertools.cycle([[70], [1] * 20 + [50], [33, 4, 8, 1, 24], [2, 3, 5, 60], [64, 6]])
     for isa, threads in itertools.product(native.isas(), (1, 2, 4)):
         cache, pieces = Cache(decoder), []
+        with native.use(isa=isa, num_threads=threads):
+            for start, stop in itertools.pairwise([0, *itertools.accumulate(next(chunks))]):
+                pieces.append(cache.logits(tokens[start:stop], start))
+        assert torch.equal(torch.cat(pieces), whole), (isa, threads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_a_real_model_do_not_depend_on_chunks_threads_or_instruction_set(dtype: torch.dtype) -> None:
+    decoder = load_model(resolve_model("smollm2-135m"), packed=True, max_positions=256)
+    tokens = torch.randint(100, 40_000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    whole = Cache(decoder, 16, dtype).logits(tokens)
+    chunks = itertools.cycle([[70, 1, 1, 1, 127], [5, 195], [64, 8, 33, 4, 91], [1] * 10 + [190]])
+    for isa, threads in itertools.product([isa for isa in native.isas() if isa != "portable"], (1, 2, 4)):
+        cache, pieces = Cache(decoder, 16, dtype), []
         with native.use(isa=isa, num_threads=threads):
             for start, stop in itertools.pairwise([0, *itertools.accumulate(next(chunks))]):
                 pieces.append(cache.logits(tokens[start:stop], start))
