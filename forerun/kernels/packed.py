@@ -188,7 +188,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = F.pad(x, (0, -x.shape[1] % 32)).view(x.shape[0], -1, 32)
     largest = groups.abs().amax(-1, keepdim=True)
     used = (largest >= 1e-30) & largest.isfinite()
-    values = torch.where(used, groups * (127.0 / largest), 0.0).round().to(torch.int8)
+    values = torch.where(used, groups * torch.div(torch.full_like(largest, 127.0), largest), 0.0).round().to(torch.int8)
     scales = torch.where(used, largest / 127.0, torch.where(largest.isfinite(), 0.0, torch.nan))
     return values, scales.squeeze(-1)
 
