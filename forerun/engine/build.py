@@ -68,6 +68,11 @@ def build_engine(config: EngineConfig) -> Engine:
         num_tokens=num_tokens,
         max_model_len=max_model_len,
     )
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        lines.append(
+            f"WARNING: max_num_batched_tokens ({config.max_num_batched_tokens}) is below max_num_seqs "
+            f"({config.max_num_seqs}): requests that find no row in a step wait for others to end"
+        )
     if not check_row_exactness(_product_shapes(model_config)):
         lines.append(
             "WARNING: this machine's matrix products give a row other bits at other places of a tile: "

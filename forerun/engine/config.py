@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,17 @@ from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
     from forerun.spec.config import SpeculativeConfig
+
+THREADS_A_CORE = 4  # more only fight each other
+COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_num_waiting",
+    "kv_cache_memory_bytes",
+    "block_size",
+    "num_threads",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +60,13 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_num_waiting",
-            "block_size",
-            "num_threads",
-        ):
+        for name in COUNTS:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
-            raise ConfigError(f"kv_cache_memory_bytes must be positive, got {self.kv_cache_memory_bytes}")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        most = THREADS_A_CORE * (os.cpu_count() or 1)
+        if self.num_threads is not None and self.num_threads > most:
+            raise ConfigError(f"num_threads must be in [1, {most}] on this machine, got {self.num_threads}")
         if self.device != "cpu":
             raise ConfigError(f"device={self.device!r} is not served yet: use 'cpu'")
         if self.dtype not in ("auto", "float32"):

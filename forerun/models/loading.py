@@ -339,6 +339,8 @@ def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tenso
     for name, slot in checkpoint.slots.items():
         target = weights[slot.tensor][slot.start : slot.start + slot.shape[0]]
         sources[name].fill(target)
+        if not target.sum().isfinite():
+            raise CheckpointError(f"{sources[name].where} holds numbers that are not finite: the file is broken")
         if slot.interleaved_heads:
             target.copy_(_halves_apart(target, slot.interleaved_heads))
     return weights

@@ -460,3 +460,13 @@ def test_strings_of_a_gguf_file_are_decoded_on_demand(gguf_file: Path) -> None:
     assert len(tokens) == 96
     assert (tokens[0], tokens[-1]) == ("token-0", "token-95")
     assert list(tokens[1:3]) == ["token-1", "token-2"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(saved: Path, tmp_path: Path, value: float) -> None:
+    broken = shutil.copytree(saved / "hf", tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds numbers that are not finite"):
+        load_model(broken)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forerun.request import FinishReason
 from forerun.sampling.batch import SamplingBatch, SamplingRows
 from forerun.sampling.distribution import draw, processed_logprobs
 from forerun.sampling.noise import gumbel
@@ -24,11 +25,14 @@ class MatchVerifier:
 
     def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
         greedy = target_logits.argmax(dim=-1).tolist() if any(rows.params.greedy for rows in sampling) else []
+        finite = target_logits.sum(dim=-1).isfinite().tolist()
         return Verdict(
-            {rows.request_id: self._walk(draft.of(rows.request_id), target_logits, rows, greedy) for rows in sampling}
+            {r.request_id: self._walk(draft.of(r.request_id), target_logits, r, greedy, finite) for r in sampling}
         )
 
-    def _walk(self, draft: RequestDraft, logits: Tensor, rows: SamplingRows, greedy: list[int]) -> RequestVerdict:
+    def _walk(
+        self, draft: RequestDraft, logits: Tensor, rows: SamplingRows, greedy: list[int], finite: list[bool]
+    ) -> RequestVerdict:
         """From the root, follow the child that the target drew until there is none."""
         verdict = RequestVerdict([], [], num_drafted=len(draft))
         if rows.params.logprobs is not None:
@@ -37,6 +41,9 @@ class MatchVerifier:
         while True:
             row = rows.first_row + 1 + node
             position = rows.position + len(verdict.accepted)
+            if not finite[row]:
+                verdict.finish_reason = FinishReason.ERROR
+                return verdict
             token = greedy[row] if rows.params.greedy else self.draw_row(logits[row], rows, position)
             verdict.token_ids.append(token)
             if verdict.logprobs is not None:
