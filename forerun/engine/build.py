@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,12 +23,23 @@ from forerun.kernels.fused import PlainLinear
 from forerun.memory.budget import fit_model_len, kv_cache_bytes, start_up_lines
 from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
 from forerun.models.loading import load_model, read_config
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.spec.control import FixedLength
 from forerun.spec.registry import make_proposer, make_verifier
 
-logger = logging.getLogger(__name__)
+KV_DTYPE = torch.float32
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that is served, with its tokenizer."""
+
+    config: DecoderConfig
+    model: Decoder
+    tokenizer: Tokenizer
+    load_time_s: float
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -40,58 +51,21 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_num_threads(config.num_threads)
     path = str(resolve_model(config.model))
     model_config = read_config(path)
-    dtype = torch.float32
     shape = KVShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size)
-    _fit(config, model_config, shape, dtype, kv_cache_bytes(config.kv_cache_memory_bytes))
+    _fit(config, model_config, shape, kv_cache_bytes(config.kv_cache_memory_bytes))
+    target = _load_target(config, path, model_config)
 
-    started = time.perf_counter()
-    tokenizer = load_tokenizer(path, config.tokenizer)
-    if tokenizer.vocab_size > model_config.vocab_size:
-        raise ConfigError(
-            f"tokenizer {config.tokenizer or config.model!r} has {tokenizer.vocab_size} ids but the model's vocab_size "
-            f"is {model_config.vocab_size}: it is not this model's tokenizer"
-        )
-    max_positions = config.max_model_len or model_config.max_position_embeddings
-    packed = config.dtype == "auto"
-    model = load_model(path, dtype, max_positions, packed=packed, quantization=config.quantization)
-    load_time_s = time.perf_counter() - started
-
-    pool = CachePool(
-        [GroupSpec("target", shape.block_bytes(dtype.itemsize))], kv_cache_bytes(config.kv_cache_memory_bytes)
-    )
-    max_model_len = _fit(config, model_config, shape, dtype, pool.num_bytes)
+    block_bytes = shape.block_bytes(KV_DTYPE.itemsize)
+    pool = CachePool([GroupSpec("target", block_bytes)], kv_cache_bytes(config.kv_cache_memory_bytes))
+    max_model_len = _fit(config, model_config, shape, pool.num_bytes)
     memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
     backend = NativeAttention if native.available() else ReferenceAttention
-    attention: AttentionBackend = backend(shape, model_config.num_heads, memory, dtype)
-    num_tokens = pool.num_chunks * config.block_size
-    lines = start_up_lines(
-        load_bytes=model.weight_bytes,
-        load_time_s=load_time_s,
-        kv_bytes=pool.num_bytes,
-        num_tokens=num_tokens,
-        max_model_len=max_model_len,
-    )
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        lines.append(
-            f"WARNING: max_num_batched_tokens ({config.max_num_batched_tokens}) is below max_num_seqs "
-            f"({config.max_num_seqs}): requests that find no row in a step wait for others to end"
-        )
-    if not native.available():
-        lines.append(
-            "WARNING: the CPU extension is not built (no C++ compiler at install, or a bare source tree): weights are "
-            "dequantised to float32 and computed by plain torch, several times slower; see README"
-        )
-    if not check_row_exactness({linear.shape for linear in model.linears if isinstance(linear, PlainLinear)}):
-        lines.append(
-            "WARNING: this machine's matrix products give a row other bits at other places of a tile: "
-            "near ties may be decided differently with and without drafts"
-        )
+    attention: AttentionBackend = backend(shape, model_config.num_heads, memory, KV_DTYPE)
 
     spec = config.speculative_config
     proposer = make_proposer(spec)
-    num_spec_tokens = spec.num_speculative_tokens if spec else 0
     return Engine(
-        runner=Runner(model, attention, config.block_size, proposer.hidden_taps),
+        runner=Runner(target.model, attention, config.block_size, proposer.hidden_taps),
         scheduler=Scheduler(
             pool,
             block_size=config.block_size,
@@ -102,31 +76,79 @@ def build_engine(config: EngineConfig) -> Engine:
         ),
         proposer=proposer,
         verifier=make_verifier(spec),
-        control=FixedLength(num_spec_tokens),
-        tokenizer=tokenizer,
-        eos_token_ids={*tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        info=EngineInfo(
-            model=config.model,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
-            num_blocks=pool.num_chunks,
-            kv_cache_tokens=num_tokens,
-            vocab_size=model_config.vocab_size,
-            dtype=str(dtype).removeprefix("torch."),
-            device=config.device,
-            load_time_s=load_time_s,
-            speculative_config=spec.resolved() if spec else None,
-            num_spec_tokens=num_spec_tokens,
-            log_lines=lines,
-        ),
+        control=FixedLength(spec.num_speculative_tokens if spec else 0),
+        tokenizer=target.tokenizer,
+        eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
+        info=_info(config, target, pool, max_model_len),
     )
 
 
-def _fit(config: EngineConfig, model: DecoderConfig, shape: KVShape, dtype: torch.dtype, cache_bytes: int) -> int:
+def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig) -> Target:
+    started = time.perf_counter()
+    tokenizer = load_tokenizer(path, config.tokenizer)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ConfigError(
+            f"tokenizer {config.tokenizer or config.model!r} has {tokenizer.vocab_size} ids but the model's vocab_size "
+            f"is {model_config.vocab_size}: it is not this model's tokenizer"
+        )
+    max_positions = config.max_model_len or model_config.max_position_embeddings
+    packed = config.dtype == "auto"
+    model = load_model(path, torch.float32, max_positions, packed=packed, quantization=config.quantization)
+    return Target(model_config, model, tokenizer, time.perf_counter() - started)
+
+
+def _info(config: EngineConfig, target: Target, pool: CachePool, max_model_len: int) -> EngineInfo:
+    spec = config.speculative_config
+    num_tokens = pool.num_chunks * config.block_size
+    lines = start_up_lines(
+        load_bytes=target.model.weight_bytes,
+        load_time_s=target.load_time_s,
+        kv_bytes=pool.num_bytes,
+        num_tokens=num_tokens,
+        max_model_len=max_model_len,
+    )
+    return EngineInfo(
+        model=config.model,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_blocks=pool.num_chunks,
+        kv_cache_tokens=num_tokens,
+        vocab_size=target.config.vocab_size,
+        dtype=str(target.model.dtype).removeprefix("torch."),
+        device=config.device,
+        load_time_s=target.load_time_s,
+        speculative_config=spec.resolved() if spec else None,
+        num_spec_tokens=spec.num_speculative_tokens if spec else 0,
+        log_lines=lines + [f"WARNING: {warning}" for warning in _warnings(config, target.model)],
+    )
+
+
+def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
+    """What works, but not as well as one might expect."""
+    warnings = []
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        warnings.append(
+            f"max_num_batched_tokens ({config.max_num_batched_tokens}) is below max_num_seqs ({config.max_num_seqs}): "
+            "requests that find no row in a step wait for others to end"
+        )
+    if not native.available():
+        warnings.append(
+            "the CPU extension is not built (no C++ compiler at install, or a bare source tree): weights are dequantised "
+            "to float32 and computed by plain torch, several times slower; see README"
+        )
+    if not check_row_exactness({linear.shape for linear in model.linears if isinstance(linear, PlainLinear)}):
+        warnings.append(
+            "this machine's matrix products give a row other bits at other places of a tile: near ties may be decided "
+            "differently with and without drafts"
+        )
+    return warnings
+
+
+def _fit(config: EngineConfig, model: DecoderConfig, shape: KVShape, cache_bytes: int) -> int:
     """The longest request that model and cache can serve; refuses one that the user asked for and that does not fit."""
-    block_bytes = shape.block_bytes(dtype.itemsize)
+    block_bytes = shape.block_bytes(KV_DTYPE.itemsize)
     num_tokens = cache_bytes // block_bytes * config.block_size
     return fit_model_len(
         config.max_model_len, model.max_position_embeddings, num_tokens, block_bytes // config.block_size
