@@ -135,8 +135,8 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
         )
     if not native.available():
         warnings.append(
-            "the CPU extension is not built (no C++ compiler at install, or a bare source tree): weights are dequantised "
-            "to float32 and computed by plain torch, several times slower; see README"
+            "the CPU extension is not built (no C++ compiler at install, or a bare source tree): weights are "
+            "dequantised to float32 and computed by plain torch, several times slower; see README"
         )
     if not check_row_exactness({linear.shape for linear in model.linears if isinstance(linear, PlainLinear)}):
         warnings.append(
