@@ -12,7 +12,6 @@ from torch import Tensor
 from forerun.request import FinishReason
 from forerun.sampling.batch import SamplingBatch, SamplingRows
 from forerun.sampling.distribution import draw, processed_logprobs
-from forerun.sampling.noise import gumbel
 from forerun.spec.proposer import Draft, RequestDraft
 from forerun.spec.verifier import RequestVerdict, TokenLogprobs, Verdict
 
@@ -57,8 +56,7 @@ class MatchVerifier:
 
     def draw_row(self, logits: Tensor, rows: SamplingRows, position: int) -> int:
         """The target's own token at an output position; a method so that tests can enumerate the draws."""
-        noise = gumbel(rows.seed, rows.choice, position, logits.shape[-1])
-        return draw(processed_logprobs(logits, rows.params), noise)
+        return draw(processed_logprobs(logits, rows.params), rows.seed, rows.choice, position)
 
 
 def find_child(draft: RequestDraft, node: int, token_id: int) -> int | None:
