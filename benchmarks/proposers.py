@@ -4,7 +4,8 @@
 
 Cost: microseconds a token to index a prompt that arrives in chunks of 512; microseconds for a proposal with one new
 token before it, all of `propose` included; bytes of state a token. Over history lengths and kinds of text, made from a
-seed: `words` (common and rare ones, with earlier passages repeated), `letters` (four, at random), `run` (one token).
+seed: `words` (common and rare ones, with earlier passages repeated), `letters` (four, at random), `run` (one token),
+`block` (300 tokens, repeated), `zigzag` (made to cost n-gram lookup most).
 
 Benefit, with --texts (lines of JSON with "category" and "turns", as Spec-Bench's): tokens emitted a step and accepted
 per drafted token if each text, cut into words, were what a target says. No model is involved.
@@ -31,7 +32,8 @@ from typing import Any
 from forerun.engine.plan import Grant, Plan, ScheduledRequest
 from forerun.request import Request, SamplingParams
 from forerun.spec.proposer import DraftInputs
-from forerun.spec.proposers.ngram import HistoryProposer, NgramProposer
+from forerun.spec.proposers.history import HistoryProposer
+from forerun.spec.proposers.ngram import NgramProposer
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.verifier import Verdict
 
@@ -39,8 +41,10 @@ CHUNK = 512
 PROPOSERS: dict[str, Callable[[], HistoryProposer]] = {
     "ngram 5-5 K5": lambda: NgramProposer(5, 5, 5),
     "ngram 2-5 K5": lambda: NgramProposer(2, 5, 5),
+    "ngram 1-1024 K5": lambda: NgramProposer(1, 1024, 5),
     "suffix depth 24 K24": lambda: SuffixProposer(24, 1.0, 0.1, 24),
     "suffix depth 64 K64": lambda: SuffixProposer(64, 1.0, 0.1, 64),
+    "suffix depth 128 K128": lambda: SuffixProposer(128, 1.0, 0.1, 128),
 }
 
 
@@ -53,10 +57,20 @@ def words(size: int, rng: random.Random) -> list[int]:
     return tokens[:size]
 
 
+def zigzag(size: int, rng: random.Random) -> list[int]:
+    """Each run of one token follows a token that lies between those of all runs before: the worst for `NgramIndex`."""
+    tokens: list[int] = []
+    for i in range(size // 200 + 1):
+        tokens += [30_000 - i if i % 2 else i, *[20_000] * 199]
+    return tokens[:size]
+
+
 TEXTS: dict[str, Callable[[int, random.Random], list[int]]] = {
     "words": words,
     "letters": lambda size, rng: [rng.randrange(4) for _ in range(size)],
     "run": lambda size, rng: [7] * size,
+    "block": lambda size, rng: ([rng.randrange(1000) for _ in range(300)] * (size // 300 + 1))[:size],
+    "zigzag": zigzag,
 }
 
 
@@ -151,7 +165,7 @@ def processor() -> str:
 def cost_table(sizes: Sequence[int], repeats: int, proposals: int, seed: int) -> list[dict[str, Any]]:
     rows = []
     head = ("text", "proposer", "tokens", "index us/token", "chunk ms", "proposal us", "bytes/token")
-    layout = "{:8} {:20} {:>7} {:>20} {:>9} {:>22} {:>12}"
+    layout = "{:8} {:22} {:>7} {:>20} {:>9} {:>22} {:>12}"
     print(layout.format(*head))
     for text, make_text in TEXTS.items():
         for name, make in PROPOSERS.items():
@@ -166,7 +180,7 @@ def cost_table(sizes: Sequence[int], repeats: int, proposals: int, seed: int) ->
 
 def benefit_table(path: Path) -> list[dict[str, Any]]:
     rows = []
-    print(f"\n{'kind':16} {'proposer':20} {'tokens':>7} {'tokens/step':>11} {'accepted/drafted':>17}")
+    print(f"\n{'kind':16} {'proposer':22} {'tokens':>7} {'tokens/step':>11} {'accepted/drafted':>17}")
     with path.open(encoding="utf-8") as lines:
         kinds = texts_by_kind(lines)
     for kind, texts in kinds.items():
@@ -184,7 +198,7 @@ def benefit_table(path: Path) -> list[dict[str, Any]]:
                 "acceptance_rate": round(accepted / max(1, drafted), 4),
             }
             rows.append(row)
-            print(f"{kind:16} {name:20} {tokens:7} {row['tokens_per_step']:11.3f} {row['acceptance_rate']:17.3f}")
+            print(f"{kind:16} {name:22} {tokens:7} {row['tokens_per_step']:11.3f} {row['acceptance_rate']:17.3f}")
     return rows
 
 

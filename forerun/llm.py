@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from forerun.engine.messages import EngineInfo, EngineStats, NewRequest, Request
 from forerun.engine.messages import RequestOutput as EngineOutput
 from forerun.errors import ConfigError, RequestError
 from forerun.models.tokenizer import Tokenizer
-from forerun.request import SEED_BITS, FinishReason, SamplingParams
+from forerun.request import DRAWN_SEED_BITS, FinishReason, SamplingParams
 from forerun.spec.config import SpeculativeConfig
 from forerun.spec.verifier import TokenLogprobs
 
@@ -135,7 +136,15 @@ class LLM:
         return self._run([(None, ids) for ids in prompts], sampling_params, speculation)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if (
+            isinstance(prompt, Mapping)
+            or not isinstance(prompt, Iterable)
+            or not all(hasattr(token, "__index__") for token in prompt)
+        ):
+            raise RequestError(f"a prompt must be a text or a list of token ids, got {prompt!r:.80}", "prompt")
+        return [operator.index(token) for token in prompt]
 
     def _run(
         self,
@@ -150,7 +159,7 @@ class LLM:
         results: dict[str, RequestOutput] = {}
         try:
             for (text, ids), p in zip(prompts, each, strict=True):
-                seed = self._seeds.getrandbits(SEED_BITS) if p.seed is None else p.seed
+                seed = self._seeds.getrandbits(DRAWN_SEED_BITS) if p.seed is None else p.seed
                 request_id = f"request-{next(self._ids)}"
                 self.engine.add_request(
                     NewRequest(request_id, ids, p, seed, max_draft_tokens=None if speculation else 0)
@@ -167,9 +176,8 @@ class LLM:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and hasattr(prompts[0], "__index__"))
+    return cast(list[Prompt], [prompts] if one else list(prompts))
 
 
 def _extend(result: RequestOutput, new: EngineOutput) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,8 @@ from forerun.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 SEED_BITS = 64
+DRAWN_SEED_BITS = 53  # of seeds that are drawn: every client's numbers can hold and send them back
+MIN_TEMPERATURE = 0.01
 
 
 class FinishReason(enum.StrEnum):
@@ -22,12 +26,37 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # the engine could not go on with this request
 
 
+def _whole(name: str, value: object, *, optional: bool = False) -> int | None:
+    """A whole number, numpy's too; a bool or a fraction is none."""
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise RequestError(f"{name} must be a whole number, got {value!r}", name)
+    return operator.index(value)
+
+
+def _real(name: str, value: object) -> float:
+    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        raise RequestError(f"{name} must be a number, got {value!r}", name)
+    return float(value)
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """A text or several; None for none."""
+    if value is None:
+        return ()
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Sequence | frozenset | set) or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{name} must be a text or a list of texts, got {value!r}", name)
+    return tuple(texts)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How to draw tokens and when to stop. Names and defaults are OpenAI's and vLLM's.
 
     Attributes:
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: 0 is greedy; otherwise logits are divided by it, by 0.01 at the least.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it; 1 keeps all.
         seed: fixes every draw of the request; None draws one when the request arrives, and it is returned.
@@ -56,11 +85,17 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop: object = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("temperature", "top_p"):
+            object.__setattr__(self, name, _real(name, getattr(self, name)))
+        for name in ("top_k", "seed", "max_tokens", "logprobs"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name), optional=name != "top_k"))
+        object.__setattr__(self, "stop", _texts("stop", self.stop))
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        object.__setattr__(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in ids))
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
             raise RequestError(f"temperature must be in [0, 100], got {self.temperature}", "temperature")
+        if 0.0 < self.temperature < MIN_TEMPERATURE:  # logits divided by less overflow
+            object.__setattr__(self, "temperature", MIN_TEMPERATURE)
         if self.top_k < -1:
             raise RequestError(f"top_k must be -1 or 0 (off) or at least 1, got {self.top_k}", "top_k")
         if not 0.0 < self.top_p <= 1.0:
@@ -73,8 +108,8 @@ class SamplingParams:
             raise RequestError(f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", "logprobs")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", "stop")
-        if any(not s for s in self.stop):
-            raise RequestError("a stop string must not be empty", "stop")
+        if "" in self.stop:
+            raise RequestError(f"stop[{self.stop.index('')}] must not be empty", "stop")
 
     @property
     def greedy(self) -> bool:

@@ -22,6 +22,8 @@ PEAK = 30.0  # logit of the scripted token above all others
 class ScriptedTarget:
     """A model whose next token is a function of the last token and its position: `next_token(token_id, position)`."""
 
+    row_multiple = 1
+
     def __init__(self, next_token: Callable[[int, int], int], vocab_size: int) -> None:
         self.next_token = next_token
         self.vocab_size = vocab_size

@@ -8,10 +8,12 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-import typer.testing
 
-from forerun.cli import build_app, main
+from forerun.cli import main
+from forerun.cli.demo_prompts import DEMO_PROMPTS
+from tests.server.test_concurrent import served
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,6 +41,18 @@ def test_the_first_screen_holds_the_two_commands_and_the_output() -> None:
     assert "demo output: end" in first_screen
 
 
+def test_the_demos_output_has_a_row_for_each_kind_of_prompt() -> None:
+    """Failing? Paste what `scripts/demo` prints, from a machine that does nothing else."""
+    (block,) = re.findall(r"<!-- demo output: begin -->(.*?)<!-- demo output: end -->", README, re.DOTALL)
+    rows = [line.split() for line in block.splitlines()]
+    assert len(DEMO_PROMPTS) == 4
+    for prompt in DEMO_PROMPTS:
+        kind = prompt.kind.split()
+        found = [row for row in rows if row[: len(kind)] == kind and row[-1] in ("yes", "NO")]
+        assert len(found) == 1, f"no row for {prompt.kind!r}"
+        assert found[0][-1] == "yes", "the demo is not lossless"
+
+
 @pytest.mark.parametrize("words", [words for words in COMMANDS if words[0] != "serve"], ids=lambda words: words[0])
 def test_commands_run(words: list[str], tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(tiny_model) if word == "smollm2-135m" else word for word in words]
@@ -50,12 +64,29 @@ def test_commands_run(words: list[str], tiny_model: Path, capsys: pytest.Capture
     assert capsys.readouterr().out
 
 
-def test_serve_commands_name_flags_that_exist() -> None:
-    served = [words for words in COMMANDS if words[0] == "serve"]
-    assert served
-    known = typer.testing.CliRunner().invoke(build_app("serve"), ["serve", "--help"], env={"COLUMNS": "200"}).output
-    for words in served:
-        assert all(word in known for word in words if word.startswith("--"))
+def _curl_bodies() -> list[tuple[str, str]]:
+    """(path, body) of each request that the README sends with curl."""
+    requests = []
+    for block in _blocks("bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words and words[0] == "curl":
+                (url,) = [word for word in words if word.startswith("localhost:8000/")]
+                requests.append((url.removeprefix("localhost:8000"), words[words.index("-d") + 1]))
+    return requests
+
+
+@pytest.mark.parametrize("words", [words for words in COMMANDS if words[0] == "serve"], ids=lambda words: words[0])
+def test_serve_commands_serve(words: list[str], tiny_model: Path) -> None:
+    model, *flags = words[1:]
+    assert model == "smollm2-135m"
+    requests = _curl_bodies()
+    assert requests
+    with served(str(tiny_model), *flags, "--kv-cache-memory", "8MiB") as url:
+        for path, body in requests:
+            response = httpx.post(url + path, content=body, timeout=60)
+            assert response.status_code == 200, response.text
+            assert response.json()["usage"]["completion_tokens"] > 0
 
 
 def test_python_runs(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

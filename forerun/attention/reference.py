@@ -72,14 +72,13 @@ class ReferenceAttention:
         self.cache[target // size, :, :, target % size] = self.cache[source // size, :, :, source % size]
 
     def _gather(self, stored: Tensor, table: Tensor, num_keys: int) -> Tensor:
-        """[2, kv_heads, keys rounded up to KEY_TILE, D]; keys past the last block are zero."""
+        """[2, kv_heads, keys rounded up to KEY_TILE, D]; zero past the keys."""
         num_blocks = -(-num_keys // self.shape.block_size)
         padded = -(-num_keys // KEY_TILE) * KEY_TILE
         gathered = stored.new_empty(2, self.shape.num_kv_heads, padded, self.shape.head_dim)
         blocks = stored[table[:num_blocks]]  # [n, 2, block_size, kv_heads, D]
-        num_held = min(num_blocks * self.shape.block_size, padded)
-        gathered[:, :, :num_held] = blocks.permute(1, 3, 0, 2, 4).flatten(2, 3)[:, :, :num_held]
-        gathered[:, :, num_held:] = 0
+        gathered[:, :, :num_keys] = blocks.permute(1, 3, 0, 2, 4).flatten(2, 3)[:, :, :num_keys]
+        gathered[:, :, num_keys:] = 0  # what lies in a block past them is somebody's leavings, perhaps NaN
         return gathered
 
     def _follow_path(self, stored: Tensor, keys_values: Tensor, tile: QueryTile) -> Tensor:

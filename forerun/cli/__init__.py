@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from forerun.errors import ForerunError
+from forerun.errors import ConfigError, ForerunError
+
+EXIT_INTERRUPTED = 130
 
 COMMANDS = {
     "serve": "Serve a model over HTTP, in OpenAI's form.",
@@ -23,19 +25,38 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command that the arguments name. A user's mistake is one line on stderr and exit code 1."""
+    """Run the command that the arguments name. A user's mistake is one line on stderr and exit code 1; Ctrl-C is one
+    line and 130."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if words:
-            from forerun.cli.speculation import join_dotted
-
-            words = join_dotted(words)
-        build_app(words[0] if words else None)(args=words, prog_name="forerun")
+        sys.exit(_run(words))
+    except KeyboardInterrupt:
+        _end_interrupted()
     except ForerunError as error:
         _fail(str(error))
     except OSError as error:  # a disk that is full, a file that is not there
         where = f": {error.filename}" if error.filename else ""
         _fail(f"{error.strerror or error}{where}")
+
+
+def _run(words: list[str]) -> int:
+    """The exit code of a command that came to its end."""
+    from forerun.cli.flags import repeat_lists, usage_mistake
+
+    if words:
+        from forerun.cli.speculation import join_dotted
+
+        words = repeat_lists(join_dotted(words))
+    app = build_app(words[0] if words else None)
+    try:
+        code = app(args=words or ["--help"], prog_name="forerun", standalone_mode=False)
+    except Exception as error:
+        if (mistake := usage_mistake(error, words)) is None:
+            raise
+        raise ConfigError(mistake) from None
+    if code == EXIT_INTERRUPTED:
+        _end_interrupted()
+    return code if isinstance(code, int) else 0
 
 
 def build_app(wanted: str | None) -> typer.Typer:
@@ -77,6 +98,11 @@ def _program(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
     ] = False,
 ) -> None: ...
+
+
+def _end_interrupted() -> NoReturn:
+    print("forerun: interrupted", file=sys.stderr)
+    sys.exit(EXIT_INTERRUPTED)
 
 
 def _fail(message: str) -> None:

@@ -18,7 +18,6 @@ from forerun.errors import ConfigError
 from forerun.spec.config import EXAMPLE, FLAG, SpeculativeConfig, json_schema
 from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, NOT_METHODS, Key, Method, Status
 
-EXIT_BAD_CONFIG = 2
 _STYLES = {Status.SERVED: "green", Status.NOT_YET: "yellow", Status.NEVER: "red"}
 _SHORT_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "array": "list"}
 
@@ -36,9 +35,9 @@ def config(
 ) -> None:
     """List the methods and keys of --speculative-config, or check one offline."""
     if (check is not None) + as_json + markdown > 1:
-        _fail("give one of --check, --json and --markdown")
+        raise ConfigError("give one of --check, --json and --markdown")
     if model is not None and check is None:
-        _fail("--model goes with --check")
+        raise ConfigError("--model goes with --check")
     if check is not None:
         _check(check, model)
     elif as_json:
@@ -52,18 +51,10 @@ def config(
             typer.echo(line)
 
 
-def _fail(problem: str) -> None:
-    typer.echo(f"error: {problem}", err=True)
-    raise typer.Exit(EXIT_BAD_CONFIG)
-
-
 def _check(text: str, model: str | None) -> None:
-    try:
-        resolved = SpeculativeConfig.parse(text)
-        if model is not None:
-            check_model(model)
-    except ConfigError as error:
-        _fail(str(error))
+    resolved = SpeculativeConfig.parse(text)
+    if model is not None:
+        check_model(model)
     for warning in resolved.warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(json.dumps(resolved.resolved(), indent=2))
@@ -190,7 +181,8 @@ _RULES = """\
    accept the same, and `match` keeps the text besides.
 
 Unlike vLLM 0.33.0, `suffix_decoding_max_cached_requests` is 0 and not 10000 where it is missing: drafts copy from the
-request's own tokens until a cache across requests is served. Bounds above (1024 tokens) are ours; vLLM has none.
+request's own tokens until a cache across requests is served. Bounds above (1024 tokens, 128 for the depth of the suffix
+tree) are ours; vLLM has none.
 """
 
 

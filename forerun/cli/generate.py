@@ -22,7 +22,7 @@ from forerun.cli.speculation import (
     speculative_config_from_options,
 )
 from forerun.errors import RequestError
-from forerun.request import SEED_BITS, SamplingParams
+from forerun.request import DRAWN_SEED_BITS, SamplingParams
 
 if TYPE_CHECKING:  # torch comes with them, and the options are judged first
     from forerun.engine.messages import RequestMetrics, RequestOutput
@@ -77,7 +77,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        seed=random.SystemRandom().getrandbits(SEED_BITS) if seed is None else seed,
+        seed=random.SystemRandom().getrandbits(DRAWN_SEED_BITS) if seed is None else seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
         stop_token_ids=tuple(stop_token_id or ()),

@@ -22,7 +22,7 @@ BlockHash = bytes
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: str = "") -> BlockHash:
     """The identity of a full block: its tokens and everything before them. Salts keep users' prefixes apart."""
-    digest = hashlib.blake2b(parent or salt.encode(), digest_size=16, person=b"block" if parent else b"root")
+    digest = hashlib.blake2b(parent or salt.encode(), digest_size=32, person=b"block" if parent else b"root")
     digest.update(b"".join(token.to_bytes(4, "little") for token in token_ids))
     return digest.digest()
 

@@ -9,10 +9,11 @@ import asyncio
 import logging
 import multiprocessing
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -76,6 +77,14 @@ class Observer(Protocol):
         """`output` is the last one; None where the front ended the request."""
         ...
 
+    def rejected(self, reason: str, number: int) -> None:
+        """So many requests were turned away before they ran."""
+        ...
+
+    def stepped(self, before: EngineStats, now: EngineStats) -> None:
+        """What the core said last and what it says now; a step lies between them, or none."""
+        ...
+
 
 class Mailbox:
     """Outputs of requests that are read together. What is not read in time is merged, so a slow reader costs memory
@@ -133,7 +142,6 @@ class EngineClient:
 
     Attributes:
         info: what the core said when it was ready.
-        observer: told of outputs as they arrive; None: nobody.
         died: set once the core has ended without being asked to.
     """
 
@@ -141,7 +149,7 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig, factory: EngineFactory = load_engine) -> None:
         self.config = config
-        self.observer: Observer | None = None
+        self._observer: Observer | None = None
         self.died = asyncio.Event()
         self._running: dict[str, RunningRequest] = {}
         self._stats = EngineStats()
@@ -174,7 +182,8 @@ class EngineClient:
         """
         client = cls(config, factory)
         try:
-            client._process.start()
+            with _without_interrupts():
+                client._process.start()
             client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
             client.info = await client._ready
             client._stats.num_blocks = client.info.num_blocks
@@ -196,6 +205,16 @@ class EngineClient:
     def stats(self) -> EngineStats:
         """The latest figures of the core, as of its last step."""
         return self._stats
+
+    def observe(self, observer: Observer) -> None:
+        """Tell `observer` of outputs as they arrive, from now on.
+
+        Raises:
+            ConfigError: somebody is told already; figures would be missing on either side.
+        """
+        if self._observer is not None:
+            raise ConfigError("this engine client has an observer already: one app counts for a client")
+        self._observer = observer
 
     async def generate(self, new: NewRequest) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come; the last one has a finish reason. Closing it early aborts the request.
@@ -249,10 +268,7 @@ class EngineClient:
     def _submit(self, new: Sequence[NewRequest]) -> Mailbox:
         if self._death is not None:
             raise EngineDeadError(self._death)
-        waiting = len(self._running) - self._stats.num_requests_running
-        if waiting + len(new) > self.config.max_num_waiting:
-            most = self.config.max_num_waiting
-            raise QueueFullError(f"the queue is full: {max(waiting, 0)} requests wait, {most} may: try again later")
+        self._check_room(len(new))
         for request in new:
             if request.request_id in self._running:
                 raise RequestError(f"request_id {request.request_id!r} is in use by a running request", "request_id")
@@ -261,6 +277,27 @@ class EngineClient:
             self._running[request.request_id] = RunningRequest(request, mailbox, index, time.monotonic())
             self._send(request)
         return mailbox
+
+    def _check_room(self, number: int) -> None:
+        """Judged by what is under way here: the core's own figures are as old as its last step."""
+        seats, queue = self.config.max_num_seqs, self.config.max_num_waiting
+        if number > seats + queue:
+            self._rejected("too_many_prompts", number)
+            raise RequestError(
+                f"the request brings {number} prompts, more than max_num_seqs={seats} and max_num_waiting={queue} "
+                "together: send fewer at once",
+                "prompt",
+            )
+        if len(self._running) + number > seats + queue:
+            self._rejected("queue_full", number)
+            raise QueueFullError(
+                f"the queue is full: the request brings {number}, {len(self._running)} are under way, and "
+                f"max_num_seqs={seats} may run and max_num_waiting={queue} wait: try again later"
+            )
+
+    def _rejected(self, reason: str, number: int) -> None:
+        if self._observer is not None:
+            self._observer.rejected(reason, number)
 
     def _drop(self, request_ids: Iterable[str]) -> list[RunningRequest]:
         """Forget requests that still run, here and in the engine."""
@@ -295,14 +332,16 @@ class EngineClient:
                 self._failed = message
 
     def _deliver(self, step: StepOutput) -> None:
+        if self._observer is not None:
+            self._observer.stepped(self._stats, step.stats)
         self._stats = step.stats
         now = time.monotonic()
         for output in step.outputs:
             request = self._running.get(output.request_id)
             if request is None:  # aborted while this step ran
                 continue
-            if self.observer is not None:
-                self.observer.output(request, output, now)
+            if self._observer is not None:
+                self._observer.output(request, output, now)
             if output.token_ids:
                 request.num_tokens += len(output.token_ids)
                 request.last_output = now
@@ -313,8 +352,8 @@ class EngineClient:
             request.mailbox.put(request.index, output)
 
     def _finished(self, request: RunningRequest, reason: FinishReason, output: RequestOutput | None) -> None:
-        if self.observer is not None:
-            self.observer.finished(request, reason, output)
+        if self._observer is not None:
+            self._observer.finished(request, reason, output)
 
     async def _watch(self) -> None:
         """Wait for the end of the process, let its last messages arrive, and tell everybody."""
@@ -365,6 +404,16 @@ def _socket_directory() -> Path:
         directory.rmdir()
         directory = Path(tempfile.mkdtemp(prefix="forerun-", dir="/tmp"))
     return directory
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C reaches a process that is started here once it says what becomes of it: signal masks are inherited."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def _process_end(process: BaseProcess) -> None:

@@ -58,7 +58,7 @@ EngineFactory = Callable[[EngineConfig], StepEngine]
 
 
 def load_engine(config: EngineConfig) -> StepEngine:
-    """The real engine. Imported here, in the core, so that the front never loads torch."""
+    """The real engine. Imported here, in the core, so that the front need not load torch."""
     from forerun.engine.engine import Engine
 
     return Engine.from_config(config)
@@ -146,6 +146,7 @@ class EngineCore:
 def run_core(commands_address: str, outputs_address: str, config: EngineConfig, factory: EngineFactory) -> None:
     """Main function of the core process. Exits with 0 after `Shutdown`, with 1 after any failure."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     log_to_stderr("core")
     _die_with_parent(Path(commands_address.removeprefix("ipc://")).parent)
     socket = CoreSocket(commands_address, outputs_address)

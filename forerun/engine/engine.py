@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from forerun.engine.config import EngineConfig
 from forerun.engine.messages import EngineInfo, EngineStats, NewRequest, RequestOutput, StepOutput
 from forerun.engine.outputs import OutputProcessor
+from forerun.engine.plan import Plan
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Scheduler
 from forerun.errors import RequestError
@@ -17,7 +18,28 @@ from forerun.request import Request
 from forerun.spec.control import Control
 from forerun.spec.proposer import DraftInputs, Proposer
 from forerun.spec.stats import SpecCounters
-from forerun.spec.verifier import Verifier
+from forerun.spec.verifier import Verdict, Verifier
+
+
+class Stopwatch:
+    """Adds up the time spent in its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.total_s += time.perf_counter() - self._started
+
+
+class StepClock:
+    """Where the time of all steps went."""
+
+    def __init__(self) -> None:
+        self.step = Stopwatch()
+        self.draft = Stopwatch()  # of it, proposing and observing
 
 
 class Engine:
@@ -49,6 +71,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._spec = SpecCounters()
         self._totals = EngineStats()
+        self._clock = StepClock()
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Engine:
@@ -59,20 +82,20 @@ class Engine:
 
     def step(self) -> StepOutput:
         """One pass of the target: every request in it advances by at least one token or one prompt chunk."""
-        started = time.perf_counter()
-        grant = self.scheduler.reserve(self.control.lengths(self.scheduler.decoding))
-        draft = self.proposer.propose(DraftInputs(grant.requests), grant)
-        drafted = time.perf_counter()
-        plan = self.scheduler.schedule(draft)
-        result = self.runner.forward(plan)
-        verdict = self.verifier.verify(plan.draft, result.logits, plan.sampling)
-        self.outputs.judge(plan, verdict)
-        self.runner.keep(plan, verdict)
-        self.proposer.observe(plan, verdict, result.hidden)
-        self.scheduler.commit(plan, verdict)
-        outputs = self.outputs.collect(plan, verdict)
-        self._spec.observe(plan, verdict)
-        self._count(outputs, plan.num_rows, time.perf_counter() - started, drafted - started)
+        with self._clock.step:
+            grant = self.scheduler.reserve(self.control.lengths(self.scheduler.decoding))
+            with self._clock.draft:
+                draft = self.proposer.propose(DraftInputs(grant.requests), grant)
+            plan = self.scheduler.schedule(draft)
+            result = self.runner.forward(plan)
+            verdict = self.verifier.verify(plan.draft, result.logits, plan.sampling)
+            self.outputs.judge(plan, verdict)
+            self.runner.keep(plan, verdict)
+            with self._clock.draft:
+                self.proposer.observe(plan, verdict, result.hidden)
+            self.scheduler.commit(plan, verdict)
+            outputs = self.outputs.collect(plan, verdict)
+        self._count(plan, verdict, outputs)
         return StepOutput(outputs, self.stats())
 
     def add_request(self, new: NewRequest) -> None:
@@ -103,18 +126,19 @@ class Engine:
         stats.num_blocks_used = scheduler.target.num_used
         stats.num_blocks = self._info.num_blocks
         stats.num_preemptions = scheduler.num_preemptions
-        stats.prompt_tokens = stats.prefix_cache_queries = scheduler.prefix_cache_queries
+        stats.prompt_tokens = scheduler.num_prompt_tokens
+        stats.prefix_cache_queries = scheduler.prefix_cache_queries
         stats.prompt_tokens_cached = stats.prefix_cache_hits = scheduler.prefix_cache_hits
         stats.spec, stats.spec_by_proposer = self._spec.totals, self._spec.by_proposer
         stats.proposer_bytes = self.proposer.state_bytes
         return stats
 
-    def _count(self, outputs: list[RequestOutput], num_rows: int, step_time_s: float, draft_time_s: float) -> None:
+    def _count(self, plan: Plan, verdict: Verdict, outputs: list[RequestOutput]) -> None:
+        self._spec.observe(plan, verdict)
         self._totals.num_steps += 1
-        self._totals.num_rows += num_rows
+        self._totals.num_rows += plan.num_rows
         self._totals.generation_tokens += sum(len(output.token_ids) for output in outputs)
-        self._totals.step_time_s += step_time_s
-        self._totals.draft_time_s += draft_time_s
+        self._totals.step_time_s, self._totals.draft_time_s = self._clock.step.total_s, self._clock.draft.total_s
 
     def _request(self, new: NewRequest) -> Request:
         limit, num_prompt_tokens = self._info.max_model_len, len(new.prompt_token_ids)

@@ -15,7 +15,7 @@ from forerun.spec.proposer import RequestDraft
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """token_ids, positions: [T] int64, rows in the plan's order and then padding to whole tiles; logit_rows: [R] rows
+    """token_ids, positions: [T] int64, rows in the plan's order and then padding to a multiple; logit_rows: [R] rows
     that need logits."""
 
     token_ids: Tensor
@@ -24,7 +24,7 @@ class StepInputs:
     layout: StepLayout
 
 
-def build_inputs(plan: Plan, *, block_size: int, row_tile: int) -> StepInputs:
+def build_inputs(plan: Plan, *, block_size: int, row_tile: int, row_multiple: int) -> StepInputs:
     """Lay a plan out. A drafted token i lies at slot (known tokens + i), wherever its branch stands in the tree."""
     token_ids: list[int] = []
     positions: list[int] = []
@@ -43,7 +43,7 @@ def build_inputs(plan: Plan, *, block_size: int, row_tile: int) -> StepInputs:
         tiles += _tiles(s, first_row, slots[first_row:], row_tile)
         if s.samples:
             logit_rows += range(first_row + s.num_tokens - 1, first_row + s.num_rows)
-    padding = [0] * (-len(token_ids) % row_tile)
+    padding = [0] * (-len(token_ids) % row_multiple)
     return StepInputs(
         _ids(token_ids + padding), _ids(positions + padding), _ids(logit_rows), StepLayout(_ids(slots), tiles)
     )

@@ -49,7 +49,8 @@ class OutputProcessor:
         if verdict.logprobs is not None:
             verdict.logprobs = verdict.logprobs[:kept]
         verdict.text = judgement.text
-        verdict.finish_reason, verdict.stop_reason = judgement.finish_reason, judgement.stop_reason
+        verdict.finish_reason = judgement.finish_reason or verdict.finish_reason
+        verdict.stop_reason = judgement.stop_reason
         if verdict.finish_reason is None and request.num_output_tokens + kept >= request.max_tokens:
             verdict.finish_reason = FinishReason.LENGTH
             verdict.text += detokenizer.finish()
@@ -65,6 +66,8 @@ class OutputProcessor:
             verdict.stop_reason,
             request.num_cached_tokens,
         )
+        if verdict.finish_reason is FinishReason.ERROR:
+            output.error = "the model gave numbers that are not finite: its weights or the prompt overflow"
         if verdict.finish_reason is not None:
             self.forget(request.request_id)
             output.metrics = _metrics(request)

@@ -18,6 +18,9 @@ from forerun.spec.verifier import Verdict
 class Model(Protocol):
     """What the runner needs of a target; `models.decoder.Decoder` is one, and so is the tests' scripted target."""
 
+    @property
+    def row_multiple(self) -> int: ...
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[tuple[int, bool]] = ()
     ) -> DecoderOutput: ...
@@ -46,7 +49,12 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: Plan) -> ForwardResult:
         """One pass over all rows of the plan; logits where `Plan.sampling` wants them."""
-        inputs = build_inputs(plan, block_size=self.block_size, row_tile=self.attention.row_tile)
+        inputs = build_inputs(
+            plan,
+            block_size=self.block_size,
+            row_tile=self.attention.row_tile,
+            row_multiple=self.model.row_multiple,
+        )
         self.attention.begin(inputs.layout)
         output = self.model.forward(inputs.token_ids, inputs.positions, self.attention.attend, self.taps)
         logits = self.model.logits(output.hidden[inputs.logit_rows])

@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from forerun.engine.cache import BlockHash, CacheGroup, CachePool, hash_block
 from forerun.engine.plan import Grant, Plan, ScheduledRequest
-from forerun.request import Request
-from forerun.spec.proposer import EMPTY_DRAFT, Draft
+from forerun.request import FinishReason, Request
+from forerun.spec.proposer import EMPTY_DRAFT, Draft, RequestDraft
 from forerun.spec.verifier import RequestVerdict, Verdict
 
 
 def _ignore(request_id: str) -> None:
     pass
+
+
+def share_evenly(wanted: Sequence[int], total: int) -> list[int]:
+    """What each gets of `total`: all that it wants where that goes, else nobody more than another who wants it too."""
+    shares = [0] * len(wanted)
+    order = sorted(range(len(wanted)), key=lambda place: wanted[place])
+    for served, place in enumerate(order):
+        shares[place] = min(wanted[place], total // (len(wanted) - served))
+        total -= shares[place]
+    return shares
 
 
 class Scheduler:
@@ -54,9 +64,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of admitted requests
         self.prefix_cache_queries = 0  # tokens
         self.prefix_cache_hits = 0
-        self._granted: dict[str, int] = {}  # this step's grant
+        self._grant = Grant()  # this step's
         self._preempted = False  # in this step: nobody new is admitted
         self._hashes: dict[str, list[BlockHash]] = {}  # of the full blocks of each request's known tokens
 
@@ -87,8 +98,9 @@ class Scheduler:
     # -- the three calls of a step
 
     def reserve(self, lengths: Mapping[str, int]) -> Grant:
-        """Blocks for one token of every decoding request, preempting where they run out, and then for drafts as far
-        as blocks and the token budget go; drafts never preempt.
+        """Blocks for one token of every decoding request, preempting where they run out, and how far each may draft.
+
+        A draft takes no blocks of the target before it is made, and never preempts.
 
         Args:
             lengths: how far each request may draft, at most.
@@ -101,13 +113,12 @@ class Scheduler:
         budget = self._draft_budget(len(decoding))
         grant = Grant()
         for request in decoding:
-            wanted = min(lengths.get(request.request_id, 0), request.remaining_tokens - 1, budget)
-            length = self._look_ahead(request, wanted) if wanted > 0 else 0
-            budget -= length
-            if length:
+            room = self._room(request) + self.target.num_available * self.block_size
+            length = min(lengths.get(request.request_id, 0), request.remaining_tokens - 1, budget, room)
+            if length > 0:
                 grant.requests.append(request)
                 grant.lengths[request.request_id] = length
-        self._granted = grant.lengths
+        self._grant = grant
         return grant
 
     def schedule(self, draft: Draft) -> Plan:
@@ -116,12 +127,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         decoding = self.decoding
         prefilling = [r for r in self.running if r.num_computed_tokens < r.num_tokens - 1]
-        for place, request in enumerate(decoding):
-            if budget == 0:
-                break
-            spare = budget - min(budget, len(decoding) - place)  # the requests behind this one keep a row each
-            granted = self._granted.get(request.request_id, 0)
-            request_draft = draft.of(request.request_id).cut(min(spare, granted))
+        for request, request_draft in self._fit_drafts(decoding[:budget], draft):
             plan.scheduled.append(
                 ScheduledRequest(request, request.num_computed_tokens, 1, request_draft, samples=True)
             )
@@ -141,14 +147,15 @@ class Scheduler:
         """Take over what stands: the one place where requests change. Finished requests give their blocks back."""
         for scheduled in plan.scheduled:
             request = scheduled.request
-            if request not in self.running:
-                continue  # aborted while the step ran
             request.num_computed_tokens = scheduled.start + scheduled.num_tokens
             if scheduled.samples:
                 self._accept(request, verdict.by_request[request.request_id])
-            self._publish(request)
+            if request.finish_reason is not FinishReason.ERROR:  # what failed is not worth finding again
+                self._publish(request)
             if request.finish_reason is not None:
                 self._remove(request)
+            else:
+                self._trim(request)
 
     # -- invariants
 
@@ -192,11 +199,24 @@ class Scheduler:
         """Drafted tokens that fit into the blocks the request already holds."""
         return len(request.block_tables[0]) * self.block_size - request.num_tokens
 
+    def _fit_drafts(self, decoding: list[Request], draft: Draft) -> list[tuple[Request, RequestDraft]]:
+        """Cut drafts to what was granted, to even shares of the rows left, and to the blocks that there are."""
+        drafts = [draft.of(r.request_id).cut(self._grant.lengths.get(r.request_id, 0)) for r in decoding]
+        shares = share_evenly([len(d) for d in drafts], self._draft_budget(len(decoding)))
+        return [(r, d.cut(self._look_ahead(r, n))) for r, d, n in zip(decoding, drafts, shares, strict=True)]
+
     def _look_ahead(self, request: Request, wanted: int) -> int:
         missing = self._blocks_missing(request, request.num_tokens + wanted)
         blocks = self.target.allocate(min(missing, self.target.num_available))
         request.block_tables[0].extend(blocks or [])
         return min(wanted, self._room(request))
+
+    def _trim(self, request: Request) -> None:
+        """Give back the blocks that only a rejected draft needed."""
+        needed = -(-max(request.num_computed_tokens, 1) // self.block_size)
+        table = request.block_tables[0]
+        self.target.free(table[needed:])
+        del table[needed:]
 
     def _blocks_missing(self, request: Request, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self.block_size) - len(request.block_tables[0]))
@@ -235,7 +255,8 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
-            self.prefix_cache_queries += request.num_tokens
+            self.num_prompt_tokens += request.num_tokens
+            self.prefix_cache_queries += request.num_tokens if self.enable_prefix_caching else 0
             self.prefix_cache_hits += request.num_computed_tokens
         self.running.append(request)
         self.running.sort(key=lambda r: r.arrival)

@@ -7,6 +7,7 @@ import psutil
 from forerun.errors import ConfigError
 
 GIB = 2**30
+MIB = 2**20
 DEFAULT_SHARE = 0.25  # of what is free once the weights are loaded
 
 
@@ -41,10 +42,10 @@ def fit_model_len(wanted: int | None, model_limit: int, num_tokens: int, token_b
     if wanted is not None and wanted > model_limit:
         raise ConfigError(f"max_model_len={wanted} is more than the {model_limit} positions that the model knows")
     if num_tokens < 2 or (wanted is not None and wanted > num_tokens):
-        needed = wanted or model_limit
+        asked = f"max_model_len={wanted}" if wanted is not None else f"the model's length of {model_limit} tokens"
         raise ConfigError(
-            f"max_model_len={needed} needs {needed * token_bytes / GIB:.2f} GiB of KV cache, "
-            f"{num_tokens * token_bytes / GIB:.2f} GiB are set aside, enough for {num_tokens} tokens: "
+            f"{asked} needs {(wanted or model_limit) * token_bytes / MIB:,.1f} MiB of KV cache, but kv_cache_memory "
+            f"holds {num_tokens} tokens in {num_tokens * token_bytes / MIB:,.1f} MiB: "
             "lower --max-model-len or raise --kv-cache-memory"
         )
     return wanted or min(model_limit, num_tokens)

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ConfigError
-from forerun.kernels import linear, rms_norm
+from forerun.kernels.fused import Embedding, Linear, embed, linear_add, rms_norm
+from forerun.kernels.packed import PackedLinear, PackedWeight
+from forerun.kernels.reference import ROW_TILE
 from forerun.models.config import DecoderConfig
-from forerun.models.layers import LayerWeights, attention_inputs, mlp, rope_tables
+from forerun.models.layers import LayerWeights, Weight, attention_inputs, linear_of, mlp, rope_tables, vector_of
 
 Tap = tuple[int, bool]
 """(j, after the final norm): j names the residual stream that enters layer j; num_layers is what leaves the last."""
@@ -27,8 +29,9 @@ class Attend(Protocol):
         """Store the rows' keys and values, and attend from each row to those it may see.
 
         Args:
-            query: [T, nh, D], contiguous, rope applied, not scaled (the scale is 1 / sqrt(D)).
-            key, value: [T, nkv, D]; rope is applied to key. Valid during the call only.
+            query: [T, nh, D], rope applied, not scaled (the scale is 1 / sqrt(D)).
+            key, value: [T, nkv, D]; rope is applied to key.
+            A row's heads are contiguous, rows may be further apart. All are valid during the call only.
         Returns:
             [T, nh, D]
         """
@@ -47,22 +50,44 @@ class Decoder:
     """A model ready to run.
 
     Args:
-        weights: a tensor for every name and shape of `config.weight_shapes()`, all of one dtype.
+        weights: for every name of `config.weight_shapes()` a tensor of that shape, all of one dtype; or, for matrices,
+            packed weights (see `layers.Weight`), which compute in float32.
         max_positions: positions 0..max_positions-1 can be computed; None: the config's.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], max_positions: int | None = None) -> None:
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Weight], max_positions: int | None = None) -> None:
         self.config = config
-        self.embedding = weights["embedding"]  # [V, H]
-        self.norm = weights["norm"]
-        self.head = self.embedding if config.tie_word_embeddings else weights["head"]  # [V, H]
-        self.layers = [LayerWeights.of(weights, config, layer) for layer in range(config.num_layers)]
+        embedding = weights["embedding"]
+        assert not isinstance(embedding, PackedLinear)
+        self.embedding: Embedding = embedding  # [V, H]
+        self.norm = vector_of(weights, "norm")
+        self.head: Linear = linear_of(weights, "embedding" if config.tie_word_embeddings else "head")  # [V, H]
+        self.layers = [LayerWeights.of(weights, layer) for layer in range(config.num_layers)]
         self.max_positions = max_positions or config.max_position_embeddings
         self.cos, self.sin = rope_tables(config, self.max_positions, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        return self.norm.dtype
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.head, *(linear for layer in self.layers for linear in layer.linears)]
+
+    @property
+    def row_multiple(self) -> int:
+        """Steps of so many rows cost no more than fewer: what plain products are padded to."""
+        packed = all(isinstance(linear, PackedLinear) for linear in self.linears)
+        return 1 if packed else ROW_TILE
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the matrices; a tied head counts once."""
+        embedding = 0 if self.config.tie_word_embeddings else _num_bytes(self.embedding)
+        return embedding + sum(
+            linear.num_bytes if isinstance(linear, PackedLinear) else _num_bytes(linear.weight)
+            for linear in self.linears
+        )
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[Tap] = ()) -> DecoderOutput:
@@ -78,15 +103,15 @@ class Decoder:
         self._check_taps(taps)
         config = self.config
         cos, sin = self.cos[positions], self.sin[positions]  # [T, D / 2]
-        hidden = self.embedding[token_ids]
+        hidden = embed(token_ids, self.embedding)
         states: dict[Tap, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if (index, False) in taps:
-                states[index, False] = hidden
+                states[index, False] = hidden.clone()  # layers add to it in place
             query, key, value = attention_inputs(hidden, layer, config, cos, sin)
             attended = attend(index, query, key, value).flatten(1)  # [T, nh * D]
-            hidden = hidden + linear(attended, layer.output, layer.output_bias)
-            hidden = hidden + mlp(hidden, layer, config)
+            linear_add(attended, layer.output, hidden)
+            mlp(hidden, layer, config)
         normed = rms_norm(hidden, self.norm, config.rms_norm_eps)
         last = {(config.num_layers, False): hidden, (config.num_layers, True): normed}
         states.update({tap: state for tap, state in last.items() if tap in taps})
@@ -95,7 +120,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H], after the final norm -> [R, V] float32."""
-        return linear(hidden, self.head).float()
+        return self.head(hidden).float()
 
     def _check_taps(self, taps: Sequence[Tap]) -> None:
         last = self.config.num_layers
@@ -105,3 +130,7 @@ class Decoder:
                     f"hidden state ({layer}, after_final_norm={after_norm}) does not exist: layers are 0 to {last}, "
                     f"and only {last} has a state after the final norm"
                 )
+
+
+def _num_bytes(weight: Embedding) -> int:
+    return weight.num_bytes if isinstance(weight, PackedWeight) else weight.nbytes

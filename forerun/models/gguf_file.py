@@ -106,6 +106,11 @@ class GgufFile:
             )
         return values
 
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """All bytes of a tensor, a read-only view of the file."""
+        tensor = self.tensors[name]
+        return np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
+
     def _read_header(self) -> None:
         (version,) = self._unpack("<I")
         if version not in VERSIONS:

@@ -9,30 +9,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels import linear, rms_norm, rope, silu_mul
+from forerun.kernels.fused import Linear, PlainLinear, norm_linear, rope_qk
+from forerun.kernels.fused import mlp as fused_mlp
+from forerun.kernels.packed import PackedLinear, PackedWeight
 from forerun.models.config import DecoderConfig, RopeConfig
+
+Weight = Tensor | PackedWeight | PackedLinear
+"""A decoder's weight: vectors are tensors; the embedding a tensor or a PackedWeight; other matrices a tensor, their
+bias apart, or a PackedLinear that has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's tensors; shapes in `DecoderConfig.layer_shapes`. Fused: q, k, v in `qkv`, gate, up in `gate_up`."""
+    """One layer; shapes in `DecoderConfig.layer_shapes`. Fused: q, k, v in `qkv`, gate, up in `gate_up`."""
 
     attn_norm: Tensor
-    qkv: Tensor
-    output: Tensor
+    qkv: Linear
+    output: Linear
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-    qkv_bias: Tensor | None = None
-    output_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    gate_up: Linear
+    down: Linear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor], config: DecoderConfig, layer: int) -> LayerWeights:
-        return cls(**{name: weights[f"layers.{layer}.{name}"] for name in config.layer_shapes()})
+    def of(cls, weights: Mapping[str, Weight], layer: int) -> LayerWeights:
+        prefix = f"layers.{layer}."
+        linears = {name: linear_of(weights, prefix + name) for name in ("qkv", "output", "gate_up", "down")}
+        names = [name for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm") if prefix + name in weights]
+        return cls(**linears, **{name: vector_of(weights, prefix + name) for name in names})  # type: ignore[arg-type]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+def linear_of(weights: Mapping[str, Weight], name: str) -> Linear:
+    """The matrix `name`, with `<name>_bias` if that is there."""
+    weight = weights[name]
+    if isinstance(weight, PackedLinear):
+        return weight
+    if isinstance(weight, PackedWeight):
+        return PackedLinear([weight])
+    return PlainLinear(weight, vector_of(weights, f"{name}_bias") if f"{name}_bias" in weights else None)
+
+
+def vector_of(weights: Mapping[str, Weight], name: str) -> Tensor:
+    vector = weights[name]
+    assert isinstance(vector, Tensor), name
+    return vector
 
 
 def attention_inputs(
@@ -40,22 +65,20 @@ def attention_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [T, H] -> query [T, nh, D], key [T, nkv, D], both with rope, and value [T, nkv, D].
 
-    Query and key are contiguous, value is a view of the fused product.
+    All are views of the fused product: a row's heads are contiguous, rows are not.
     """
-    num_heads = config.num_heads + 2 * config.num_kv_heads
-    normed = rms_norm(hidden, weights.attn_norm, config.rms_norm_eps)
-    qkv = linear(normed, weights.qkv, weights.qkv_bias).view(hidden.shape[0], num_heads, config.head_dim)
-    query, key, value = qkv.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
-    if weights.q_norm is not None and weights.k_norm is not None:
-        query = rms_norm(query, weights.q_norm, config.rms_norm_eps)
-        key = rms_norm(key, weights.k_norm, config.rms_norm_eps)
-    return rope(query, cos, sin), rope(key, cos, sin), value
+    heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_norm_eps
+    qkv = norm_linear(hidden, weights.attn_norm, eps, weights.qkv)
+    rope_qk(qkv, cos, sin, heads, kv_heads, weights.q_norm, weights.k_norm, eps)
+    query, key, value = qkv.view(hidden.shape[0], heads + 2 * kv_heads, config.head_dim).split_with_sizes(
+        (heads, kv_heads, kv_heads), 1
+    )
+    return query, key, value
 
 
-def mlp(hidden: Tensor, weights: LayerWeights, config: DecoderConfig) -> Tensor:
-    """hidden [T, H] -> what the gated MLP adds to it, [T, H]."""
-    normed = rms_norm(hidden, weights.mlp_norm, config.rms_norm_eps)
-    return linear(silu_mul(linear(normed, weights.gate_up, weights.gate_up_bias)), weights.down, weights.down_bias)
+def mlp(hidden: Tensor, weights: LayerWeights, config: DecoderConfig) -> None:
+    """Add the gated MLP to hidden [T, H], in place."""
+    fused_mlp(hidden, weights.mlp_norm, config.rms_norm_eps, weights.gate_up, weights.down)
 
 
 def rope_tables(config: DecoderConfig, max_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

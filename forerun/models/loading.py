@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +26,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.errors import CheckpointError
+from forerun.errors import CheckpointError, ConfigError
+from forerun.kernels import native
+from forerun.kernels.packed import FLOATING, PackedLinear, PackedWeight, packed_kind
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.families import family_of
 from forerun.models.families.base import Family, Slot, Values
 from forerun.models.gguf_file import GgufFile, can_dequantize, row_chunks
+from forerun.models.layers import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +48,28 @@ ROPE_FACTORS = "rope_freqs.weight"
 Fill = Callable[[Tensor], None]
 """Writes a checkpoint's tensor, rows in the checkpoint's order, into a tensor of its shape."""
 
+Pack = Callable[[PackedWeight, int, Tensor | None], None]
+"""Writes a checkpoint's matrix into a packed weight, from a row of it on; its rows in an order [N], or in their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of a checkpoint, not read yet."""
+    """A tensor of a checkpoint, not read yet.
+
+    Attributes:
+        where: the file and the tensor's name there.
+        kind: the packed kind that keeps its values exactly; None: only float32 does.
+    """
 
     shape: tuple[int, ...]
     fill: Fill
-    where: str  # the file and the tensor's name there
+    pack: Pack
+    where: str
+    kind: str | None
+
+
+KindFor = Callable[[Source], str | None]
+Part = tuple[Source, Slot]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +91,46 @@ class Checkpoint:
     ignored: re.Pattern[str]
 
 
-def load_model(path: str | Path, dtype: torch.dtype = torch.float32, max_positions: int | None = None) -> Decoder:
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    max_positions: int | None = None,
+    *,
+    packed: bool = False,
+    quantization: str | None = None,
+) -> Decoder:
     """Load a decoder.
 
     Args:
         path: a directory with config.json and *.safetensors, or a .gguf file.
         dtype: of the weights in memory and of the computation.
         max_positions: longest sequence to be computed; None: the config's, at most DEFAULT_MAX_POSITIONS.
+        packed: keep quantised and bf16 matrices as they are and compute with the CPU extension, where that is there;
+            others become plain float32. Needs dtype float32.
+        quantization: "int8" makes int8 of the matrices of floating kinds too, and of those that have no packed kind.
     Raises:
         CheckpointError: missing, broken or unsupported; one line that names the file and the tensor.
+        ConfigError: a quantization that we do not know, or that lacks the CPU extension.
     """
+    kind_for = _kind_for(packed, quantization)
+    assert kind_for is None or dtype == torch.float32
     path = Path(path)
     with _one_line_errors(path):
         checkpoint = _open(path)
-        weights = _load_weights(checkpoint, dtype)
+        weights = _load_weights(checkpoint, dtype, kind_for)
     limit = min(checkpoint.config.max_position_embeddings, DEFAULT_MAX_POSITIONS)
     return Decoder(checkpoint.config, weights, max_positions or limit)
+
+
+def _kind_for(packed: bool, quantization: str | None) -> KindFor | None:
+    """Which packed kind a matrix takes, None for plain; None for no packing at all."""
+    if quantization not in (None, "int8"):
+        raise ConfigError(f"quantization={quantization!r} is not supported: use 'int8' or nothing")
+    if quantization == "int8":
+        if not native.available():
+            raise ConfigError("quantization='int8' needs the CPU extension, which is not built: see docs")
+        return lambda source: "q8_0" if source.kind in (None, "bf16") else source.kind
+    return (lambda source: source.kind) if packed and native.available() else None
 
 
 def read_config(path: str | Path) -> DecoderConfig:
@@ -251,18 +294,24 @@ def _file_sources(file: Path) -> dict[str, Source]:
         raise CheckpointError(f"{file}: broken safetensors file: {_one_line(error)}") from None
     sources = {}
     for name, part in parts.items():
-        where = f"{file}: {name}"
-        sources[name] = Source(tuple(part.get_shape()), _safetensors_fill(opened, name, part.get_dtype(), where), where)
+        sources[name] = _safetensors_source(opened, name, tuple(part.get_shape()), part.get_dtype(), f"{file}: {name}")
     return sources
 
 
-def _safetensors_fill(opened: Any, name: str, kind: str, where: str) -> Fill:
-    def fill(target: Tensor) -> None:
+def _safetensors_source(opened: Any, name: str, shape: tuple[int, ...], kind: str, where: str) -> Source:
+    def read() -> Tensor:
         if kind not in SAFETENSORS_KINDS:
             raise CheckpointError(f"{where} is of kind {kind}, supported: {', '.join(SAFETENSORS_KINDS)}")
-        target.copy_(opened.get_tensor(name))
+        tensor: Tensor = opened.get_tensor(name)
+        return tensor
 
-    return fill
+    def fill(target: Tensor) -> None:
+        target.copy_(read())
+
+    def pack(weight: PackedWeight, first_row: int, order: Tensor | None) -> None:
+        weight.fill_floats(read(), first_row, order)
+
+    return Source(shape, fill, pack, where, "bf16" if kind == "BF16" else None)
 
 
 # GGUF
@@ -296,9 +345,35 @@ def _gguf_config(file: GgufFile) -> tuple[Family, DecoderConfig]:
 
 def _gguf_sources(file: GgufFile) -> dict[str, Source]:
     return {
-        name: Source(tensor.shape, _gguf_fill(file, name), f"{file.path}: {name}")
+        name: Source(
+            tensor.shape,
+            _gguf_fill(file, name),
+            _gguf_pack(file, name),
+            f"{file.path}: {name}",
+            packed_kind(tensor.kind),
+        )
         for name, tensor in file.tensors.items()
     }
+
+
+def _gguf_pack(file: GgufFile, name: str) -> Pack:
+    def pack(weight: PackedWeight, first_row: int, order: Tensor | None) -> None:
+        tensor = file.tensors[name]
+        if packed_kind(tensor.kind) == weight.kind or tensor.kind in FLOATING.values():
+            weight.fill(_of_numpy(file.raw(name)), tensor.kind, first_row, order)
+            return
+        with _naming(file.path):
+            _check_kind(file, name)
+        weight.fill_floats(_of_numpy(file.read(name, 0, tensor.shape[0])), first_row, order)
+
+    return pack
+
+
+def _of_numpy(values: NDArray[Any]) -> Tensor:
+    """The same memory as a tensor that nobody writes to: torch has no read-only tensors and warns of that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(values)
 
 
 def _gguf_fill(file: GgufFile, name: str) -> Fill:
@@ -330,17 +405,53 @@ def _check_kind(file: GgufFile, name: str) -> None:
 # Both
 
 
-def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor]:
+def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, kind_for: KindFor | None) -> dict[str, Weight]:
     sources = checkpoint.sources()
     _check_names(checkpoint, sources)
+    parts: dict[str, list[Part]] = {}
     for name, slot in checkpoint.slots.items():
         _check_shape(sources[name].where, slot.shape, sources[name].shape)
-    weights = {name: torch.empty(shape, dtype=dtype) for name, shape in checkpoint.config.weight_shapes().items()}
-    for name, slot in checkpoint.slots.items():
-        target = weights[slot.tensor][slot.start : slot.start + slot.shape[0]]
-        sources[name].fill(target)
+        parts.setdefault(slot.tensor, []).append((sources[name], slot))
+    weights: dict[str, Weight] = {}
+    packed: dict[str, list[PackedWeight]] = {}
+    for tensor, shape in checkpoint.config.weight_shapes().items():
+        own = sorted(parts[tensor], key=lambda part: part[1].start)
+        kinds = [kind_for(source) for source, _ in own] if kind_for and len(shape) == 2 else [None]
+        known = [kind for kind in kinds if kind is not None]
+        if len(known) == len(kinds):
+            packed[tensor] = _packed_tensor(own, known)
+        else:
+            weights[tensor] = _plain_tensor(own, torch.empty(shape, dtype=dtype))
+    for tensor, pieces in packed.items():
+        bias = weights.get(f"{tensor}_bias")
+        assert bias is None or isinstance(bias, Tensor)
+        weights[tensor] = pieces[0] if tensor == "embedding" else PackedLinear(pieces, bias)
+    return weights
+
+
+def _plain_tensor(parts: Sequence[Part], tensor: Tensor) -> Tensor:
+    for source, slot in parts:
+        target = tensor[slot.start : slot.start + slot.shape[0]]
+        source.fill(target)
+        if not target.sum().isfinite():
+            raise CheckpointError(f"{source.where} holds numbers that are not finite: the file is broken")
         if slot.interleaved_heads:
             target.copy_(_halves_apart(target, slot.interleaved_heads))
+    return tensor
+
+
+def _packed_tensor(parts: Sequence[Part], kinds: Sequence[str]) -> list[PackedWeight]:
+    """Parts side by side; neighbours of one kind in one weight."""
+    weights = []
+    for kind, group in itertools.groupby(zip(kinds, parts, strict=True), key=lambda pair: pair[0]):
+        members = [part for _, part in group]
+        num_rows = sum(slot.shape[0] for _, slot in members)
+        weight = PackedWeight.empty(kind, num_rows, members[0][1].shape[1])
+        for source, slot in members:
+            heads = slot.interleaved_heads
+            order = _halves_apart(torch.arange(slot.shape[0]), heads) if heads else None
+            source.pack(weight, slot.start - members[0][1].start, order)
+        weights.append(weight)
     return weights
 
 

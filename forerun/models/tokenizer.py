@@ -80,6 +80,7 @@ class Tokenizer:
         self.first_token_bare = rules.first_token_bare
         self._rules = rules
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.max_token_bytes = self._longest()
         self.bos_token_id: int | None = hf.bos_token_id
         own = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.eos_token_ids = frozenset(own) | eos_token_ids
@@ -89,11 +90,13 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens written out in the text become their ids."""
+        """Special tokens written out in the text become their ids. Other threads run meanwhile."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of the ways to encode only those for batches give Python's lock away: 500 kB of text take a second.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(f"the text is not valid Unicode: {_one_line(error)}", "prompt") from error
+            raise RequestError("the text is not valid Unicode: it holds half of a surrogate pair", "prompt") from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -165,6 +168,15 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """A control token: not part of the text unless `skip_special_tokens` is false."""
         return token_id in self._special
+
+    def _longest(self) -> int:
+        """Bytes of text that the longest token stands for; what a normalizer drops belongs to none."""
+        vocabulary = set(self._backend.get_vocab(with_added_tokens=True)) - set(self._added.values())
+        if self.spelling is Spelling.BYTE_LEVEL:
+            own = max(map(len, vocabulary), default=0)
+        else:
+            own = max((len(token.replace(SPACE_MARK, " ").encode()) for token in vocabulary), default=0)
+        return max([1, own, *(len(token.encode()) for token in self._added.values())])
 
     def _token(self, token_id: int) -> str | None:
         if token_id < 0:
@@ -255,14 +267,16 @@ def _load_directory(folder: Path) -> Tokenizer:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise CheckpointError(f"no tokenizer in {folder}: there is no tokenizer.json (name another with --tokenizer)")
     with _quiet_transformers():
-        if (folder / "config.json").is_file():
-            from transformers import AutoTokenizer
-
-            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        else:  # without a config.json AutoTokenizer cannot tell whose tokenizer it is
+        # A tokenizer.json says everything; the class that goes with the model's type would be built again from parts of
+        # it, and the search for that class imports torch, which takes a front twice the time to start.
+        if (folder / "tokenizer.json").is_file() or not (folder / "config.json").is_file():
             from transformers import PreTrainedTokenizerFast
 
             hf = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        else:
+            from transformers import AutoTokenizer
+
+            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     eos: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         eos |= _eos_ids_of(folder / name)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from forerun.request import SamplingParams
+from forerun.sampling.noise import LEAST_NOISE, MOST_NOISE, gumbel
 
 NEGATIVE_INFINITY = float("-inf")
 TOP_P_CANDIDATES = 1024
+ROUNDING = 0.01  # far more than float32 can be off
 
 
 def processed_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -47,6 +49,13 @@ def _top_p_threshold(logprobs: Tensor, top_p: float) -> Tensor:
     return top[min(reached, top.shape[0] - 1)]
 
 
-def draw(logprobs: Tensor, noise: Tensor) -> int:
-    """The token that wins: argmax of log-probability plus Gumbel noise. Both [V]; filtered tokens cannot win."""
-    return int(torch.argmax(logprobs.double() + noise))
+def draw(logprobs: Tensor, seed: int, choice: int, position: int) -> int:
+    """The token that wins at an output position: argmax of log-probability [V] plus its keyed Gumbel noise.
+
+    Noise is made for the tokens that can win: not for those filtered out, nor for those so unlikely that the most noise
+    there is would not lift them over the likeliest token with the least.
+    """
+    hopeless = logprobs.max() - (MOST_NOISE - LEAST_NOISE + ROUNDING)
+    token_ids = (logprobs > hopeless).nonzero().squeeze(1)
+    score = logprobs[token_ids].double() + gumbel(seed, choice, position, token_ids)
+    return int(token_ids[torch.argmax(score)])

@@ -6,7 +6,7 @@ Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 
 from __future__ import annotations
 
-import functools
+import math
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 TOKEN_STREAM = 0  # last counter word: which use the numbers are for
+MOST_NOISE = -math.log(-math.log(1 - 2.0**-33))  # about 22.9
+LEAST_NOISE = -math.log(33 * math.log(2))  # about -3.1
 
 
 def philox(counter: tuple[Tensor, int, int, int], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,22 +36,27 @@ def philox(counter: tuple[Tensor, int, int, int], key: tuple[int, int]) -> tuple
         # int64 products wrap; their 64 bits are those of the unsigned product
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            (product1 >> 32) & MASK ^ c1 ^ k0,
+            ((product1 >> 32) & MASK) ^ c1 ^ k0,
             product1 & MASK,
-            (product0 >> 32) & MASK ^ c3 ^ k1,
+            ((product0 >> 32) & MASK) ^ c3 ^ k1,
             product0 & MASK,
         )
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
     return c0, c1, c2, c3
 
 
-@functools.lru_cache(maxsize=4)
-def _counters(vocab_size: int) -> Tensor:
-    return torch.arange(-(-vocab_size // 4), dtype=torch.int64)
+def gumbel(seed: int, choice: int, position: int, token_ids: Tensor) -> Tensor:
+    """Gumbel noise of tokens at one output position: a pure function of seed, choice, position and token id.
 
-
-def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> Tensor:
-    """Gumbel noise of every token at one output position: [V] float64, a pure function of the arguments."""
-    words = philox((_counters(vocab_size), position, choice, TOKEN_STREAM), (seed & MASK, (seed >> 32) & MASK))
-    uniform = (torch.stack(words, dim=1).flatten()[:vocab_size].double() + 0.5) / 2.0**32  # in (0, 1), never 0 or 1
+    Args:
+        token_ids: [N] int64.
+    Returns:
+        [N] float64, between LEAST_NOISE and MOST_NOISE.
+    """
+    span = int(token_ids.max()) // 4 + 1  # four tokens share a counter
+    dense = token_ids.shape[0] > span
+    counters = torch.arange(span) if dense else token_ids >> 2
+    words = torch.stack(philox((counters, position, choice, TOKEN_STREAM), (seed & MASK, (seed >> 32) & MASK)), dim=1)
+    own = words.flatten()[token_ids] if dense else words.gather(1, (token_ids & 3).unsqueeze(1)).squeeze(1)
+    uniform = (own.double() + 0.5) / 2.0**32  # in (0, 1), never 0 or 1
     return -torch.log(-torch.log(uniform))

@@ -21,9 +21,15 @@ from forerun.server.stats_log import StatsLog
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
-    """An app that serves a started engine, whose observer it becomes; stopping the client is not its job."""
+    """An app that serves a started engine; stopping the client is not its job. With `log_stats` it becomes the client's
+    observer.
+
+    Raises:
+        ConfigError: the client has an observer already.
+    """
     metrics = ServerMetrics(settings.model_name, client) if settings.log_stats else None
-    client.observer = metrics
+    if metrics is not None:
+        client.observe(metrics)
     app = FastAPI(title="forerun", version=system.package_version(), lifespan=_lifespan)
     app.state.server = ServerState(client, tokenizer, settings, JobMaker(client.config.seed), metrics, int(time.time()))
     app.include_router(system.router)

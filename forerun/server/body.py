@@ -10,6 +10,7 @@ from fastapi import Request
 from forerun.errors import RequestError
 from forerun.server.errors import BodyTooLargeError
 
+MAX_BRACKETS = 2**18  # those inside of texts included; five million lists take seconds to make and to free
 MAX_INT_DIGITS = 40  # a longer number is no integer that any field takes
 
 
@@ -35,8 +36,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 def parse_body(body: bytes) -> dict[str, Any]:
     """
     Raises:
-        RequestError: not UTF-8, not JSON, not an object, the same field twice, or a string that is no Unicode.
+        RequestError: too many brackets, not UTF-8, not JSON, not an object, the same field twice, or a string that is
+            no Unicode.
     """
+    if (brackets := body.count(b"[") + body.count(b"{")) > MAX_BRACKETS:
+        raise RequestError(f"the request body has {brackets} opening brackets, at most {MAX_BRACKETS} are read", "body")
     try:
         text = body.decode("utf-8")
         content = json.loads(text, parse_int=_parse_int, object_pairs_hook=_object)
@@ -57,7 +61,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 def refuse_surrogates(value: Any, path: str) -> None:
     """Half a surrogate pair is valid JSON and no Unicode: no tokenizer takes it."""
     if isinstance(value, str):
-        if any("\ud800" <= c <= "\udfff" for c in value):
+        if not is_unicode(value):
             raise RequestError(
                 f"{path or 'a field name'} holds half of a surrogate pair, which is not text", path or None
             )
@@ -68,6 +72,14 @@ def refuse_surrogates(value: Any, path: str) -> None:
         for key, item in value.items():
             refuse_surrogates(key, path)
             refuse_surrogates(item, f"{path}.{key}" if path else key)
+
+
+def is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse_int(digits: str) -> int | float:

@@ -7,6 +7,7 @@ for nothing, and is refused by name at any other: never accepted and ignored.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -124,8 +125,14 @@ def served_fields(
     return kept
 
 
+_repr = reprlib.Repr()
+_repr.maxlevel = 3
+_repr.maxstring = _repr.maxlong = _repr.maxother = 80
+
+
 def shorten(value: Any, limit: int = 80) -> str:
-    text = repr(value if not isinstance(value, str) else value[:limit])
+    """A value as shown in a message; it may be large, and only its beginning is looked at."""
+    text = repr(value[:limit]) if isinstance(value, str) else _repr.repr(value)
     return text if len(text) <= limit else text[:limit] + "..."
 
 

@@ -14,7 +14,7 @@ from forerun.server.body import parse_body, read_body
 from forerun.server.errors import CLIENT_GONE, error_response, json_response
 from forerun.server.models import ChatBody, CompletionBody, GenerationBody
 from forerun.server.openapi import describe_body
-from forerun.server.prompts import chat_prompt, check_prompt, check_token_ids, completion_prompts
+from forerun.server.prompts import chat_prompt, check_prompt, check_token_ids, completion_prompts, offload
 from forerun.server.state import ServerState, state_of
 from forerun.server.streaming import ClientGoneError, EventStream, Outputs, unless_gone
 
@@ -26,7 +26,7 @@ async def completions(request: Request) -> Response:
     state = state_of(request)
     body = CompletionBody.read(await read_json(request))
     model, params = state.served_name(body.model), _checked_params(state, body)
-    prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens)
+    prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens, state.limits)
     for prompt in prompts:
         check_prompt(prompt, "prompt", state.vocab_size, state.client.info.max_model_len)
     job = state.jobs.make("cmpl", model, body, params, prompts, _given_id(request, body))
@@ -41,6 +41,7 @@ async def chat_completions(request: Request) -> Response:
     prompt = await chat_prompt(
         state.tokenizer,
         body.messages,
+        limits=state.limits,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,
@@ -51,7 +52,8 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    return parse_body(await read_body(request, state_of(request).settings.max_body_bytes))
+    body = await read_body(request, state_of(request).settings.max_body_bytes)
+    return await offload(len(body), lambda: parse_body(body))
 
 
 def _checked_params(state: ServerState, body: GenerationBody) -> SamplingParams:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.engine.messages import NewRequest, RequestMetrics, RequestOutput
-from forerun.request import SEED_BITS, FinishReason, SamplingParams
+from forerun.request import DRAWN_SEED_BITS, FinishReason, SamplingParams
 from forerun.server.models import GenerationBody
 from forerun.server.settings import ServerSettings
 from forerun.spec.verifier import TokenLogprobs
@@ -93,12 +93,14 @@ class JobMaker:
         prompts: Sequence[list[int]],
         name: str,
     ) -> Job:
-        """`name` is the id that the user gave, or ""."""
-        job_id = f"{prefix}-{name or uuid.uuid4().hex}"
+        """`name` is the id that the user gave, or "". The engine's ids are our own: a name may be given twice."""
+        unique = uuid.uuid4().hex
+        job_id = f"{prefix}-{name or unique}"
+        engine_id = f"{job_id}-{unique}" if name else job_id
         choices = [
             Choice(
                 NewRequest(
-                    job_id if len(prompts) == 1 else f"{job_id}-{index}",
+                    f"{engine_id}-{index}",
                     prompt,
                     params,
                     self._seed(params.seed),
@@ -111,7 +113,7 @@ class JobMaker:
         return Job(job_id, int(time.time()), model, body, choices)
 
     def _seed(self, given: int | None) -> int:
-        return self._random.getrandbits(SEED_BITS) if given is None else given % 2**SEED_BITS
+        return self._random.getrandbits(DRAWN_SEED_BITS) if given is None else given
 
 
 def request_metrics(job: Job, settings: ServerSettings) -> dict[str, Any] | None:

@@ -20,12 +20,14 @@ from forerun.request import FinishReason
 from forerun.spec.stats import SpecTotals
 
 LABELS = ("model_name", "engine")
+REJECTIONS = ("queue_full", "too_many_prompts")
 ENGINE = "0"
 
 FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
 TOKEN_GAP_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+STEP_TOKENS = (1, 8, *(2**power for power in range(4, 15)))
 LATENCY_S = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
@@ -64,6 +66,24 @@ class ServerMetrics:
         self._preemptions = self._histogram(
             "request_num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)
         )
+        self._most_tokens = self._histogram(
+            "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", lengths
+        )
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not in the cache.", lengths
+        )
+        self._number = self._histogram("request_params_n", "n of a request.", (1, 2, 5, 10, 20))
+        self._step_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens of a step: rows computed, without drafted ones that fell.", STEP_TOKENS
+        )
+        self._rejections = Counter(
+            "vllm:admission_rejections",
+            "Requests turned away before they ran, by reason.",
+            ("model_name", "reason"),
+            registry=self.registry,
+        )
+        for reason in REJECTIONS:
+            self._rejections.labels(model_name, reason)
         success = Counter(
             "vllm:request_success",
             "Requests that ended, by reason.",
@@ -85,6 +105,16 @@ class ServerMetrics:
         else:
             self._gap.observe(now - request.last_output)
 
+    def rejected(self, reason: str, number: int) -> None:
+        self._rejections.labels(self._model_name, reason).inc(number)
+
+    def stepped(self, before: EngineStats, now: EngineStats) -> None:
+        if now.num_steps == before.num_steps:
+            return
+        fallen = now.spec.num_draft_tokens - now.spec.num_accepted_tokens
+        fallen -= before.spec.num_draft_tokens - before.spec.num_accepted_tokens
+        self._step_tokens.observe(now.num_rows - before.num_rows - fallen)
+
     def finished(self, request: RunningRequest, reason: FinishReason, output: RequestOutput | None) -> None:
         self.num_finished += 1
         self._success[reason].inc()
@@ -92,6 +122,10 @@ class ServerMetrics:
             return
         self._prompt_tokens.observe(len(request.new.prompt_token_ids))
         self._output_tokens.observe(request.num_tokens)
+        self._most_tokens.observe(request.num_tokens)
+        self._number.observe(1)  # more are not served yet
+        if output is not None:
+            self._computed.observe(len(request.new.prompt_token_ids) - output.num_cached_tokens)
         if request.new.params.max_tokens is not None:
             self._max_tokens.observe(request.new.params.max_tokens)
         self._observe_times(request, output)
@@ -131,6 +165,11 @@ class EngineCollector(Collector):
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Requests in the batch.", stats.num_requests_running)
         yield self._gauge("num_requests_waiting", "Requests that wait.", stats.num_requests_waiting)
+        reasons = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "Requests that wait, by reason.", labels=(*LABELS, "reason")
+        )
+        reasons.add_metric((*self._labels, "capacity"), stats.num_requests_waiting)
+        yield reasons
         yield self._gauge("kv_cache_usage_perc", "KV blocks held by requests, 0 to 1.", stats.kv_cache_usage)
         names, values = zip(*self._cache_config().items(), strict=True)
         info = GaugeMetricFamily("vllm:cache_config_info", "Settings of the KV cache.", labels=("engine", *names))
@@ -156,6 +195,8 @@ class EngineCollector(Collector):
             "local_cache_hit": stats.prompt_tokens_cached,
         }
         yield self._by("vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", "source", sources)
+        cached = {"local_cache_hit": stats.prompt_tokens_cached}
+        yield self._by("vllm:prompt_tokens_cached_by_source", "Cached prompt tokens by source.", "source", cached)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries)

@@ -9,20 +9,27 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from forerun.errors import RequestError
-from forerun.request import MAX_LOGPROBS, SamplingParams
+from forerun.request import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
 from forerun.server.fields import CHAT_NOT_SERVED, COMPLETION_NOT_SERVED, Neutral, served_fields, shorten
 
 logger = logging.getLogger("forerun.server")
 
-MIN_TEMPERATURE = 0.01  # below it, but above 0, logits lose their meaning
 MAX_STOP_LENGTH = 1024  # characters; how much text a stream may hold back
 MAX_STOP_TOKEN_IDS = 1024
 MAX_INT = 2**31 - 1  # larger limits mean no limit; they must fit into a message
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+Stops = Annotated[
+    list[StopString],
+    Field(fail_fast=True, description="text, or a list of texts"),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop, json_schema_input_type=str | list[str]),
+]
+Messages = Annotated[
+    list[dict[str, Any]], Field(fail_fast=True)
+]  # a fault an item, for a million items, would take seconds
 Name = Annotated[str, Field(max_length=256)]
 
 
@@ -60,8 +67,8 @@ class GenerationBody(Body):
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
-    stop: StopString | list[StopString] = []
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    stop: Stops = []
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -89,14 +96,15 @@ class GenerationBody(Body):
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true", "stream_options")
+        _warn_of_temperature(self.temperature)
         limit = self.token_limit()
         return SamplingParams(
-            temperature=_served_temperature(self.temperature),
+            temperature=self.temperature,
             top_k=min(self.top_k, MAX_INT),
             top_p=self.top_p,
             seed=self.seed,
             max_tokens=None if limit is None else min(limit, MAX_INT),
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
@@ -138,7 +146,7 @@ class ChatBody(GenerationBody):
 
     NOT_SERVED: ClassVar[Mapping[str, Neutral]] = CHAT_NOT_SERVED
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -171,7 +179,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -183,20 +191,17 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 _warned_temperature = False
 
 
-def _served_temperature(temperature: float) -> float:
+def _warn_of_temperature(temperature: float) -> None:
     global _warned_temperature
-    if not 0.0 < temperature < MIN_TEMPERATURE:
-        return temperature
-    if not _warned_temperature:
+    if 0.0 < temperature < MIN_TEMPERATURE and not _warned_temperature:
         _warned_temperature = True
         logger.warning("temperature=%g is raised to %g; 0 is greedy (said once)", temperature, MIN_TEMPERATURE)
-    return MIN_TEMPERATURE
 
 
 def _first_error(error: ValidationError) -> RequestError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from forerun.errors import RequestError
@@ -11,11 +13,50 @@ from forerun.server.fields import MESSAGE_NOT_SERVED, served_fields, shorten
 
 T = TypeVar("T")
 
-INLINE_CHARS = 20_000  # longer text is tokenised in a thread, so that streams go on meanwhile
+INLINE_BYTES = 4_000  # a few milliseconds of work; what has more goes to a thread, so that streams go on meanwhile
 RESERVED_KWARGS = frozenset(
     {"self", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
-MAX_PROMPTS = 1024  # in one request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is judged before anything is tokenised, by looking at sizes only.
+
+    Attributes:
+        max_model_len: tokens of a prompt and its answer.
+        max_prompts, max_messages, max_text_bytes: as in `ServerSettings`.
+    """
+
+    max_model_len: int
+    max_prompts: int
+    max_messages: int
+    max_text_bytes: int
+
+    def check_sizes(self, tokenizer: Tokenizer, parts: Sequence[str | list[Any]], field: str) -> int:
+        """Bytes of all texts, a token id counting as one.
+
+        Raises:
+            RequestError: a part cannot be as short as `max_model_len` tokens, or all of them together are too much.
+        """
+        total = 0
+        for part in parts:
+            size = _num_bytes(part) if isinstance(part, str) else len(part)
+            if isinstance(part, str) and size > self.max_model_len * tokenizer.max_token_bytes:
+                raise RequestError(
+                    f"{field} has {size} bytes of text, too many for max_model_len, which is {self.max_model_len} "
+                    f"tokens of at most {tokenizer.max_token_bytes} bytes each",
+                    field,
+                )
+            if not isinstance(part, str):
+                check_length(part, field, self.max_model_len)
+            total += size
+        if total > self.max_text_bytes:
+            raise RequestError(
+                f"{field} has {total} bytes of text or token ids, at most {self.max_text_bytes} are accepted",
+                field,
+            )
+        return total
 
 
 class Tokenizer(Protocol):
@@ -25,6 +66,11 @@ class Tokenizer(Protocol):
     def has_chat_template(self) -> bool: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def max_token_bytes(self) -> int:
+        """Most bytes of text that one token stands for."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def apply_chat_template(
         self,
@@ -39,41 +85,47 @@ class Tokenizer(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-async def completion_prompts(tokenizer: Tokenizer, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
+async def completion_prompts(
+    tokenizer: Tokenizer, prompt: Any, add_special_tokens: bool, limits: Limits
+) -> list[list[int]]:
     """Token ids of each prompt of a completion request: text, ids, or a list of either.
 
     Raises:
-        RequestError: another form, or an empty list.
+        RequestError: another form, an empty list, or more than the limits allow.
     """
-    parts: list[str | list[Any]]
+    parts = _parts(prompt, limits.max_prompts)
+    size = limits.check_sizes(tokenizer, parts, "prompt")
+
+    def encode(part: str | list[Any]) -> list[int]:
+        return tokenizer.encode(part, add_special_tokens=add_special_tokens) if isinstance(part, str) else part
+
+    for part in parts:
+        if not isinstance(part, str) and not set(map(type, part)) <= {int}:
+            wrong = next(item for item in part if type(item) is not int)
+            raise RequestError(f"prompt must hold token ids (integers), got {shorten(wrong)}", "prompt")
+    return await offload(size, lambda: [encode(part) for part in parts])
+
+
+def _parts(prompt: Any, max_prompts: int) -> list[str | list[Any]]:
+    """The prompts that a request brings; what stands in lists of token ids is not looked at."""
     if isinstance(prompt, str):
-        parts = [prompt]
-    elif not isinstance(prompt, list) or not prompt:
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt or type(prompt[0]) not in (int, str, list):
         raise RequestError(f"prompt must be text, token ids, or a list of either, got {shorten(prompt)}", "prompt")
-    elif all(_is_int(item) for item in prompt):
-        parts = [prompt]
-    elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
-        parts = prompt
-    else:
+    if isinstance(prompt[0], int):
+        return [prompt]
+    if len(prompt) > max_prompts:
+        raise RequestError(f"prompt holds {len(prompt)} prompts, at most {max_prompts} are accepted", "prompt")
+    if len(set(map(type, prompt))) > 1:
         raise RequestError("prompt must hold only text, only token ids or only lists of token ids", "prompt")
-    if len(parts) > MAX_PROMPTS:
-        raise RequestError(f"prompt holds {len(parts)} prompts, at most {MAX_PROMPTS} are accepted", "prompt")
-    return [await _part(tokenizer, part, add_special_tokens) for part in parts]
-
-
-async def _part(tokenizer: Tokenizer, part: str | list[Any], add_special_tokens: bool) -> list[int]:
-    if isinstance(part, str):
-        return await offload(len(part), lambda: tokenizer.encode(part, add_special_tokens=add_special_tokens))
-    wrong = [item for item in part if not _is_int(item)]
-    if wrong:
-        raise RequestError(f"prompt must hold token ids (integers), got {shorten(wrong[0])}", "prompt")
-    return part
+    return prompt
 
 
 async def chat_prompt(
     tokenizer: Tokenizer,
     messages: list[dict[str, Any]],
     *,
+    limits: Limits,
     add_generation_prompt: bool,
     continue_final_message: bool,
     template_kwargs: dict[str, Any],
@@ -81,7 +133,7 @@ async def chat_prompt(
     """Token ids of a conversation, by the model's chat template.
 
     Raises:
-        RequestError: no template, a malformed message, or the template refuses.
+        RequestError: no template, a malformed message, more than the limits allow, or the template refuses.
     """
     if not tokenizer.has_chat_template:
         raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
@@ -95,8 +147,11 @@ async def chat_prompt(
         )
     if taken := RESERVED_KWARGS & template_kwargs.keys():
         raise RequestError(f"chat_template_kwargs must not hold {sorted(taken)[0]!r}", "chat_template_kwargs")
+    _check_number(messages, limits.max_messages)
     clean = [_message(index, message) for index, message in enumerate(messages)]
-    size = sum(len(message["content"]) for message in clean)
+    # A template may write what it is given into the text.
+    kwargs = json.dumps(template_kwargs, ensure_ascii=False) if template_kwargs else ""
+    size = limits.check_sizes(tokenizer, ["".join([kwargs, *(message["content"] for message in clean)])], "messages")
 
     def apply() -> list[int]:
         return tokenizer.apply_chat_template(
@@ -110,6 +165,14 @@ async def chat_prompt(
         return await offload(size, apply)
     except RequestError as error:
         raise RequestError(str(error), error.param or "messages") from None
+
+
+def _check_number(messages: list[dict[str, Any]], most: int) -> None:
+    """Text parts count as messages: a conversation of one message may hold as many."""
+    contents = (message.get("content") for message in messages)
+    number = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
+    if number > most:
+        raise RequestError(f"messages holds {number} messages and text parts, at most {most} are accepted", "messages")
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -153,12 +216,16 @@ def check_prompt(token_ids: Sequence[int], field: str, vocab_size: int, max_mode
     """
     if not token_ids:
         raise RequestError(f"{field} is empty: it gives no tokens, and there is nothing to go on from", field)
+    check_length(token_ids, field, max_model_len)
+    check_token_ids(token_ids, field, vocab_size)
+
+
+def check_length(token_ids: Sequence[int], field: str, max_model_len: int) -> None:
     if len(token_ids) >= max_model_len:
         raise RequestError(
             f"{field} has {len(token_ids)} tokens, which leaves no room for output: max_model_len is {max_model_len}",
             field,
         )
-    check_token_ids(token_ids, field, vocab_size)
 
 
 def check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
@@ -167,9 +234,10 @@ def check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> No
         raise RequestError(f"{field}: token id {shorten(wrong)} is not in the vocabulary [0, {vocab_size})", field)
 
 
-async def offload(num_chars: int, work: Callable[[], T]) -> T:
-    return work() if num_chars <= INLINE_CHARS else await asyncio.to_thread(work)
+async def offload(num_bytes: int, work: Callable[[], T]) -> T:
+    """Do `work` here or, where there is much of it, in a thread: it must let others have Python's lock."""
+    return work() if num_bytes <= INLINE_BYTES else await asyncio.to_thread(work)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

@@ -23,6 +23,7 @@ from forerun.server.system import package_version
 
 logger = logging.getLogger("forerun.server")
 
+BACKLOG = 2048  # connections not yet taken; uvicorn's own number
 EXIT_ENGINE_DIED = 1
 EXIT_INTERRUPTED = 130
 UNHEALTHY_S = 2.0  # after the engine's end: how long clients are told of it and /health says so, before the exit
@@ -52,7 +53,8 @@ def serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet.
+    """A socket that listens already, so that nobody else can take the port while the model loads; who connects before
+    the web server runs waits for it.
 
     Raises:
         ConfigError: in use, not allowed, or no address of this machine.
@@ -67,6 +69,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen(BACKLOG)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
@@ -149,8 +152,6 @@ async def _serve_app(server: Server, sock: socket.socket, client: EngineClient) 
     death = asyncio.create_task(_exit_after_death(server, client))
     try:
         await server.serve(sockets=[sock])
-    except OSError as error:  # another process took the port between our bind and now
-        raise ConfigError(f"cannot listen: {error.strerror}; try another --port") from None
     finally:
         death.cancel()
         with suppress(asyncio.CancelledError):

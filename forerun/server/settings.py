@@ -20,6 +20,10 @@ class ServerSettings:
         served_model_names: names that requests may use; the first is reported. (): the model as given.
         api_keys: accepted keys; (): everybody may use the server.
         max_body_bytes: most bytes of a request body; more is HTTP 413.
+        max_prompts: most prompts of a request.
+        max_messages: most messages of a conversation, parts of their contents included.
+        max_text_bytes: most bytes of text to be tokenised for a request, over all its prompts or messages. A text that
+            cannot be as short as max_model_len tokens is refused whatever this says.
         enable_per_request_metrics: times of a request in its answer.
         per_request_spec_decode_metrics: what speculation did for a request, in its answer.
         log_stats: the periodic lines and the metrics under `vllm:` names.
@@ -30,6 +34,9 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
+    max_prompts: int = 1024
+    max_messages: int = 4096
+    max_text_bytes: int = 4 * 2**20
     enable_per_request_metrics: bool = False
     per_request_spec_decode_metrics: SpecDecodeMetrics = "none"
     log_stats: bool = True
@@ -38,8 +45,9 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if self.enable_per_request_metrics and not self.log_stats:
             raise ConfigError("enable_per_request_metrics cannot be combined with disable_log_stats: drop one of them")
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        for name in ("max_body_bytes", "max_prompts", "max_messages", "max_text_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.log_stats_interval_s > 0:
             raise ConfigError(f"log_stats_interval must be above 0 seconds, got {self.log_stats_interval_s}")
         if any(not key for key in self.api_keys):

@@ -12,7 +12,7 @@ from forerun.errors import ModelNotFoundError
 from forerun.server.fields import shorten
 from forerun.server.job import JobMaker
 from forerun.server.metrics import ServerMetrics
-from forerun.server.prompts import Tokenizer
+from forerun.server.prompts import Limits, Tokenizer
 from forerun.server.settings import ServerSettings
 
 
@@ -29,6 +29,13 @@ class ServerState:
     def vocab_size(self) -> int:
         """Ids below it are tokens of the model; a tokenizer may define fewer."""
         return self.client.info.vocab_size
+
+    @property
+    def limits(self) -> Limits:
+        settings = self.settings
+        return Limits(
+            self.client.info.max_model_len, settings.max_prompts, settings.max_messages, settings.max_text_bytes
+        )
 
     def served_name(self, asked: str | None) -> str:
         """

@@ -13,7 +13,7 @@ from forerun.server.errors import error_response, json_response
 from forerun.server.generate import read_json
 from forerun.server.models import DetokenizeBody, TokenizeBody
 from forerun.server.openapi import describe_body
-from forerun.server.prompts import chat_prompt, check_token_ids, offload
+from forerun.server.prompts import chat_prompt, check_token_ids, completion_prompts, offload
 from forerun.server.state import ServerState, state_of
 from forerun.spec.stats import SpecTotals
 
@@ -85,7 +85,7 @@ async def tokenize(request: Request) -> Response:
     tokens = await _tokens(state, body)
     answer = {"count": len(tokens), "max_model_len": state.client.info.max_model_len, "tokens": tokens}
     if body.return_token_strs:
-        answer["token_strs"] = [state.tokenizer.token_text(token) for token in tokens]
+        answer["token_strs"] = await offload(len(tokens), lambda: list(map(state.tokenizer.token_text, tokens)))
     return json_response(answer)
 
 
@@ -95,6 +95,8 @@ async def detokenize(request: Request) -> Response:
     body = DetokenizeBody.read(await read_json(request))
     state.served_name(body.model)
     check_token_ids(body.tokens, "tokens", state.vocab_size)
+    if len(body.tokens) > (most := state.limits.max_text_bytes):
+        raise RequestError(f"tokens has {len(body.tokens)} token ids, at most {most} are accepted", "tokens")
     text = await offload(len(body.tokens), lambda: state.tokenizer.decode(body.tokens, skip_special_tokens=False))
     return json_response({"prompt": text})
 
@@ -106,12 +108,14 @@ async def _tokens(state: ServerState, body: TokenizeBody) -> list[int]:
         return await chat_prompt(
             state.tokenizer,
             body.messages,
+            limits=state.limits,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
         )
     text, special = body.prompt or "", body.add_special_tokens is not False
-    return await offload(len(text), lambda: state.tokenizer.encode(text, add_special_tokens=special))
+    (tokens,) = await completion_prompts(state.tokenizer, text, special, state.limits)
+    return tokens
 
 
 def package_version() -> str:

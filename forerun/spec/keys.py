@@ -16,7 +16,10 @@ from typing import Any, NoReturn
 
 from forerun.errors import ConfigError
 
-MAX_TOKENS = 1024  # most tokens of a draft, of a looked-up n-gram and of a path in a suffix tree
+MAX_TOKENS = 1024  # most tokens of a draft and of a looked-up n-gram
+# Of a path in a suffix tree. Text of one token over and over, which any client can send, costs time in proportion:
+# 18-35 us a token at 128 (130-260 us at 1024, and 6-10 ms a proposal), see benchmarks/proposers.py.
+MAX_TREE_DEPTH = 128
 SHOWN_CHARS = 60
 
 
@@ -364,10 +367,11 @@ def _served_keys() -> Iterable[Key]:
     yield Key(
         "suffix_decoding_max_tree_depth",
         "integer",
-        "Longest path in the suffix tree, tokens: match and draft together. Memory grows with it.",
+        "Longest path in the suffix tree, tokens: match and draft together. Memory grows with it, and in text that "
+        "repeats a short period so does the time for each token: hence the upper bound.",
         default=24,
         minimum=1,
-        maximum=MAX_TOKENS,
+        maximum=MAX_TREE_DEPTH,
         methods=("suffix",),
         status=Status.SERVED,
     )

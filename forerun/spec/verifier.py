@@ -34,7 +34,8 @@ class RequestVerdict:
 
     Attributes:
         accepted: indices of the accepted nodes in the request's draft, root to leaf.
-        token_ids: the accepted tokens and the one that follows them: never empty before the cut at a stop.
+        token_ids: the accepted tokens and the one that follows them; the one is missing where the target gave numbers
+            that are not finite, and `finish_reason` is ERROR then.
         logprobs: one entry a token where asked for.
         num_drafted: drafted tokens that were verified.
         finish_reason, stop_reason, text: filled where the tokens are turned into text and judged for stops.

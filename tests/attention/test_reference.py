@@ -1,27 +1,46 @@
-"""The reference backend against torch's own attention, and bit-exactness of its rows."""
+"""All backends: against torch's own attention, and bit-exactness of their rows."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from forerun.attention import KVShape, QueryTile, StepLayout
+from forerun.attention import AttentionBackend, KVShape, QueryTile, StepLayout
+from forerun.attention.native import NativeAttention
 from forerun.attention.reference import KEY_TILE, ReferenceAttention
+from forerun.kernels import native
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 
+MakeBackend = Callable[[], AttentionBackend]
+BACKENDS = [ReferenceAttention, *([NativeAttention] if native.available() else [])]
 
-def backend(num_blocks: int = 80) -> ReferenceAttention:
-    shape = KVShape(num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=BLOCK)
-    pool = torch.zeros(num_blocks * shape.block_bytes(4), dtype=torch.uint8)
-    return ReferenceAttention(shape, HEADS, pool, torch.float32)
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> MakeBackend:
+    def make() -> AttentionBackend:
+        shape = KVShape(num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=BLOCK)
+        pool = torch.zeros(80 * shape.block_bytes(4), dtype=torch.uint8)
+        made: AttentionBackend = request.param(shape, HEADS, pool, torch.float32)
+        return made
+
+    return make
+
+
+def stored(attention: AttentionBackend, block: int, layer: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token's key and value, [KV_HEADS, DIM] each."""
+    if isinstance(attention, NativeAttention):
+        return attention.keys[block, layer, :, :, offset], attention.values[block, layer, :, offset]
+    assert isinstance(attention, ReferenceAttention)
+    return attention.cache[block, layer, 0, offset], attention.cache[block, layer, 1, offset]
 
 
 def step(
-    attention: ReferenceAttention, qkv: tuple[torch.Tensor, ...], table: list[int], start: int, stop: int
+    attention: AttentionBackend, qkv: tuple[torch.Tensor, ...], table: list[int], start: int, stop: int
 ) -> torch.Tensor:
     """Positions start..stop-1 of one sequence as one step, in tiles of the backend's size."""
     slots = torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(start, stop)])
@@ -41,7 +60,7 @@ def random_qkv(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 17, KEY_TILE - 1, KEY_TILE, KEY_TILE + 1, 700])
-def test_equals_torch_attention(length: int) -> None:
+def test_equals_torch_attention(backend: MakeBackend, length: int) -> None:
     query, key, value = qkv = random_qkv(length)
     table = torch.randperm(80)[: -(-length // BLOCK)].tolist()
     got = step(backend(), qkv, table, 0, length)
@@ -52,7 +71,7 @@ def test_equals_torch_attention(length: int) -> None:
 
 
 @pytest.mark.parametrize("chunks", [[600], [1] * 30 + [570], [7, 256, 1, 300, 36], [599, 1], [300, 300]])
-def test_rows_do_not_depend_on_chunks(chunks: list[int]) -> None:
+def test_rows_do_not_depend_on_chunks(backend: MakeBackend, chunks: list[int]) -> None:
     torch.manual_seed(3)
     qkv = random_qkv(600)
     whole = step(backend(), qkv, list(range(38)), 0, 600)
@@ -62,7 +81,7 @@ def test_rows_do_not_depend_on_chunks(chunks: list[int]) -> None:
     assert torch.equal(torch.cat(pieces), whole)
 
 
-def test_path_of_a_tree_has_the_bits_of_a_chain() -> None:
+def test_path_of_a_tree_has_the_bits_of_a_chain(backend: MakeBackend) -> None:
     """Two branches after 40 tokens, nodes interleaved in the cache; each equals the chain of its own path."""
     torch.manual_seed(4)
     context = random_qkv(40)
@@ -85,11 +104,12 @@ def test_path_of_a_tree_has_the_bits_of_a_chain() -> None:
         assert torch.equal(out[b::2], expected[b])
 
 
-def test_move_copies_a_path_in_all_layers() -> None:
+def test_move_copies_a_path_in_all_layers(backend: MakeBackend) -> None:
     attention = backend()
     qkv = random_qkv(8)
     step(attention, qkv, [3], 0, 8)
     attention.move([3 * BLOCK + 5, 3 * BLOCK + 7], [3 * BLOCK + 1, 3 * BLOCK + 2])
     for layer, (source, target) in itertools.product(range(2), [(5, 1), (7, 2)]):
-        assert torch.equal(attention.cache[3, layer, 0, target], qkv[1][source])
-        assert torch.equal(attention.cache[3, layer, 1, target], qkv[2][source])
+        key, value = stored(attention, 3, layer, target)
+        assert torch.equal(key, qkv[1][source])
+        assert torch.equal(value, qkv[2][source])

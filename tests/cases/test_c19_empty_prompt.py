@@ -85,9 +85,7 @@ def post_with(tokenizer: Tokenizer, server: LiveServer, body: dict[str, Any]) ->
     """A request to the app over the server's engine, with another tokenizer in front."""
 
     async def post() -> httpx.Response:
-        observer = server.client.observer
         app = create_app(server.client, tokenizer, ServerSettings(model="tiny", log_stats=False))
-        server.client.observer = observer  # of the app that goes on
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             return await asyncio.wait_for(http.post(COMPLETIONS, json=BODY | body), 20)

@@ -187,13 +187,39 @@ def test_the_queue_is_bounded_and_takes_several_requests_or_none() -> None:
         running = [client.generate(new_request(f"r{i}", max_tokens=500)) for i in range(2)]
         for outputs in running:
             await anext(outputs)
-        with pytest.raises(QueueFullError, match="queue is full"):
-            await anext(client.generate_many([new_request(name) for name in "abc"]))
+        with pytest.raises(QueueFullError, match="brings 2, 2 are under way"):
+            await anext(client.generate_many([new_request(name) for name in "ab"]))
+        with pytest.raises(RequestError, match="brings 4 prompts"):
+            await anext(client.generate_many([new_request(name) for name in "abcd"]))
         await collect(client, new_request("c"))
         for outputs in running:
             await outputs.aclose()
 
     with_client(use, fake_factory(step_s=0.01, burst=1), max_num_seqs=1, max_num_waiting=2)
+
+
+def test_requests_that_come_at_once_have_the_seats_before_they_wait() -> None:
+    async def use(client: EngineClient) -> None:
+        answers = await asyncio.gather(*(collect(client, new_request(f"r{i}")) for i in range(8)))
+        assert len(answers) == 8
+
+    with_client(use, fake_factory(step_s=0.01, burst=1), max_num_seqs=64, max_num_waiting=1)
+
+
+class Deaf:
+    def output(self, *_: object) -> None: ...
+    def finished(self, *_: object) -> None: ...
+    def rejected(self, *_: object) -> None: ...
+    def stepped(self, *_: object) -> None: ...
+
+
+def test_an_observer_is_not_replaced_in_silence() -> None:
+    async def use(client: EngineClient) -> None:
+        client.observe(Deaf())
+        with pytest.raises(ConfigError, match="observer already"):
+            client.observe(Deaf())
+
+    with_client(use)
 
 
 def test_an_id_in_use_is_refused() -> None:

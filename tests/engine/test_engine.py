@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forerun import LLM, SamplingParams
+from forerun.engine.engine import Engine
 from forerun.engine.messages import NewRequest
+from forerun.engine.scheduler import share_evenly
 from forerun.errors import ConfigError, RequestError
 from forerun.request import FinishReason, Request
 from forerun.testing import ScriptedProposer
@@ -49,7 +52,9 @@ def test_refuses_an_id_that_is_in_use(tiny_model: Path) -> None:
         ({"kv_cache_memory_bytes": 4096}, "lower --max-model-len or raise --kv-cache-memory"),
         ({"kv_cache_memory_bytes": 64 << 10, "max_model_len": 200}, "max_model_len=200 needs"),
         ({"kv_cache_memory_bytes": 1 << 50}, "GiB that are free"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be a whole number of at least 1, got 0"),
+        ({"max_num_seqs": "4"}, "max_num_seqs must be a whole number of at least 1, got '4'"),
+        ({"num_threads": 100_000}, r"num_threads must be in \[1, \d+\] on this machine, got 100000"),
         ({"device": "cuda"}, "'cuda' is not served yet"),
         ({"dtype": "float16"}, "'float16' is not served"),
     ],
@@ -127,6 +132,114 @@ def test_speculation_can_be_switched_off_for_one_request(tiny_model: Path) -> No
     assert figures["on"]["num_draft_tokens"] > 0
 
 
+def test_drafts_share_the_rows_evenly(tiny_model: Path) -> None:
+    """Equal requests draft equally, whatever their place in the batch and however much each was granted."""
+    prompt = prompts(2)[1]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (plain,) = run(make_engine(tiny_model), [(prompt, params)])
+    continuation = oracle({tuple(prompt): plain.token_ids})
+    proposer = ScriptedProposer(lambda request, length: chain(continuation(request, length)))
+    engine = make_engine(tiny_model, proposer, length=24, max_num_batched_tokens=40)
+    results = run(engine, [(prompt, params)] * 8)
+    assert {tuple(r.token_ids) for r in results} == {tuple(plain.token_ids)}
+    drafted = [sum(r.drafted) for r in results]
+    assert min(drafted) > 10
+    assert max(drafted) - min(drafted) <= 6, drafted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "total", "shares"),
+    [
+        ([], 5, []),
+        ([3, 9, 1], 99, [3, 9, 1]),
+        ([9, 9, 9], 7, [2, 2, 3]),
+        ([1, 9, 9], 7, [1, 3, 3]),
+        ([4, 4], 0, [0, 0]),
+    ],
+)
+def test_share_evenly(wanted: list[int], total: int, shares: list[int]) -> None:
+    assert share_evenly(wanted, total) == shares
+
+
+def test_blocks_that_only_a_rejected_draft_needed_come_back(tiny_model: Path) -> None:
+    wrong = ScriptedProposer(lambda request, length: chain([3] * length))
+    engine = make_engine(tiny_model, wrong, length=64)
+    engine.add_request(NewRequest("r", [5] * 20, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), 0))
+    for _ in range(6):
+        engine.step()
+        request = engine.scheduler.running[0]
+        assert engine.scheduler.target.num_used == -(-request.num_computed_tokens // 16)
+
+
+def test_salts_keep_prefixes_apart(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
+    prompt = prompts(1, shortest=60)[0]
+    cached = []
+    for place, salt in enumerate(["a", "a", "b", ""]):
+        engine.add_request(NewRequest(f"r{place}", prompt, GREEDY, 0, cache_salt=salt))
+        while engine.has_work:
+            outputs = engine.step().outputs
+        cached.append(outputs[0].num_cached_tokens)
+    assert cached[0] == cached[2] == cached[3] == 0
+    assert cached[1] >= 32
+
+
+class TestNumbersThatAreNotFinite:
+    """They end the request that has them, and reach no other."""
+
+    BAD = 9  # its embedding is NaN
+
+    def poisoned(self, tiny_model: Path, *spec: object) -> Engine:
+        engine = make_engine(tiny_model, *spec)  # type: ignore[arg-type]
+        engine.runner.model.embedding = engine.runner.model.embedding.clone()  # type: ignore[attr-defined]
+        engine.runner.model.embedding[self.BAD] = float("nan")  # type: ignore[attr-defined]
+        return engine
+
+    def test_end_their_request_with_an_error(self, tiny_model: Path) -> None:
+        (result,) = run(self.poisoned(tiny_model), [([5, self.BAD, 7], GREEDY)])
+        assert result.last.finish_reason is FinishReason.ERROR
+        assert "not finite" in (result.last.error or "")
+        assert result.token_ids == []
+
+    def test_leave_nothing_in_blocks_that_others_get(self, tiny_model: Path) -> None:
+        prompt = [t for t in prompts(1)[0] if t != self.BAD]
+        engine = self.poisoned(tiny_model)
+        (before,) = run(engine, [(prompt, GREEDY)])
+        run(engine, [([self.BAD] * 60, GREEDY)] * 4)
+        engine.scheduler.target.drop_kept()
+        (after,) = run(engine, [(prompt, GREEDY)])
+        assert before.last.finish_reason is FinishReason.LENGTH
+        assert after.key == before.key
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 2.5),
+        ("seed", 1.5),
+        ("top_k", 1.5),
+        ("logprobs", True),
+        ("temperature", "1"),
+        ("temperature", None),
+        ("top_p", True),
+        ("stop", 3),
+        ("stop", ["a", 1]),
+        ("stop_token_ids", ["a"]),
+    ],
+)
+def test_a_parameter_of_the_wrong_type_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(RequestError, match=field) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.param == field
+
+
+def test_parameters_take_what_means_the_same() -> None:
+    params = SamplingParams(temperature=1e-45, stop=None, stop_token_ids=None, seed=np.int64(3), top_k=np.int32(4))  # type: ignore[arg-type]
+    assert params.temperature == 0.01
+    assert (params.stop, params.stop_token_ids) == ((), ())
+    assert (type(params.seed), type(params.top_k)) == (int, int)
+
+
 class TestLLM:
     def test_generates_and_says_how(self, tiny_model: Path) -> None:
         llm = LLM(str(tiny_model), speculative_config=NGRAM, kv_cache_memory_bytes=8 << 20)
@@ -167,6 +280,13 @@ class TestLLM:
         assert not llm.engine.has_work
         with pytest.raises(RequestError, match="2 prompts but 1 sampling_params"):
             llm.generate(["a", "b"], [GREEDY])
+
+    @pytest.mark.parametrize("prompt", [{"prompt": "x"}, [1.5, 2.0], [{"a": 1}]])
+    def test_a_prompt_of_another_kind_is_named(self, tiny_model: Path, prompt: object) -> None:
+        llm = LLM(str(tiny_model), kv_cache_memory_bytes=8 << 20)
+        with pytest.raises(RequestError, match="must be a text or a list of token ids"):
+            llm.generate(prompt, GREEDY)  # type: ignore[arg-type]
+        assert len(llm.generate(np.array([5, 6, 7]), GREEDY)) == 1  # type: ignore[arg-type]
 
     def test_an_unknown_setting_is_named(self, tiny_model: Path) -> None:
         with pytest.raises(ConfigError, match="'max_seqs'"):

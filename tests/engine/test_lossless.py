@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from forerun.kernels import native
 from forerun.request import Request, SamplingParams
 from forerun.spec.proposer import RequestDraft
 from forerun.testing import ScriptedProposer
@@ -66,6 +67,32 @@ def test_text_does_not_depend_on_drafts_or_company(
     if spec is not None:
         assert engine.stats().spec.num_draft_tokens > 0
     assert_same(run(engine, mixed_work()), reference)  # again, with whatever the prefix cache holds now
+
+
+@pytest.mark.skipif(not native.available(), reason="the CPU extension is not built")
+def test_packed_weights_keep_the_promise(tiny_model: Path) -> None:
+    """The same with int8 weights, through the native kernels alone."""
+    expected = run(make_engine(tiny_model, quantization="int8"), mixed_work(), together=False)
+    for spec, settings in [(NGRAM, {}), (SUFFIX, SETTINGS["small_budget"]), (SUFFIX, SETTINGS["few_blocks"])]:
+        engine = make_engine(tiny_model, spec, quantization="int8", **settings)
+        assert_same(run(engine, mixed_work()), expected)
+        assert engine.stats().spec.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["native", "torch"])
+def test_without_the_extension_torch_serves(
+    tiny_model: Path, reference: list[Result], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain torch path, which is what runs where nothing could be compiled; it says so at start."""
+    if not packed:
+        monkeypatch.setattr(native, "_native", None)
+    elif not native.available():
+        pytest.skip("the CPU extension is not built")
+    engine = make_engine(tiny_model, SUFFIX)
+    said = any("CPU extension is not built" in line for line in engine.info().log_lines)
+    assert said != packed
+    expected = run(make_engine(tiny_model), mixed_work(), together=False)
+    assert_same(run(engine, mixed_work()), expected)
 
 
 def _right(tokens: list[int], rng: random.Random) -> RequestDraft:

@@ -85,7 +85,7 @@ def test_a_gguf_file_is_the_same_model_as_the_directory(family: str, tied: bool,
     from_hf = load_model(save_hf(model, tmp_path / "hf"))
     from_gguf = load_model(write_gguf(model, tmp_path / "model.gguf"))
     assert from_gguf.config.tie_word_embeddings == tied
-    assert (from_gguf.head is from_gguf.embedding) == tied
+    assert (from_gguf.head.weight is from_gguf.embedding) == tied
     assert torch.equal(logits_of(from_gguf, TOKENS), logits_of(from_hf, TOKENS))
 
 
@@ -159,9 +159,9 @@ def test_weights_are_fused_with_the_gate_first(model: PreTrainedModel, saved: Pa
     layer, theirs = decoder.layers[1], model.model.layers[1]
     attention, mlp = theirs.self_attn, theirs.mlp
     assert torch.equal(
-        layer.qkv, torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        layer.qkv.weight, torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
     )
-    assert torch.equal(layer.gate_up, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+    assert torch.equal(layer.gate_up.weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
     assert sum(p.numel() for p in model.parameters()) == decoder.config.num_parameters
 
 
@@ -367,7 +367,7 @@ def test_a_kind_that_cannot_be_dequantised_is_named(gguf_file: Path) -> None:
 def test_a_gguf_file_can_be_held_in_bfloat16(model: PreTrainedModel, tmp_path: Path, kind: Kind) -> None:
     path = write_gguf(model, tmp_path / "model.gguf", kind)
     wide, narrow = load_model(path), load_model(path, dtype=torch.bfloat16)
-    assert torch.equal(narrow.layers[1].qkv, wide.layers[1].qkv.bfloat16())
+    assert torch.equal(narrow.layers[1].qkv.weight, wide.layers[1].qkv.weight.bfloat16())
     assert torch.equal(narrow.norm, wide.norm.bfloat16())
 
 
@@ -460,3 +460,13 @@ def test_strings_of_a_gguf_file_are_decoded_on_demand(gguf_file: Path) -> None:
     assert len(tokens) == 96
     assert (tokens[0], tokens[-1]) == ("token-0", "token-95")
     assert list(tokens[1:3]) == ["token-1", "token-2"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(saved: Path, tmp_path: Path, value: float) -> None:
+    broken = shutil.copytree(saved / "hf", tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds numbers that are not finite"):
+        load_model(broken)

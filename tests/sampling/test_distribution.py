@@ -58,10 +58,20 @@ def test_draws_follow_the_processed_distribution(params: SamplingParams) -> None
     logprobs = processed_logprobs(logits, params)
     counts = torch.zeros(16)
     for position in range(10_000):
-        counts[draw(logprobs, gumbel(7, 0, position, 16))] += 1
+        counts[draw(logprobs, 7, 0, position)] += 1
     expected = logprobs.exp() * 10_000
     possible = expected > 0
     assert counts[~possible].sum() == 0
     assert expected[possible].min() >= 20
     statistic = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
     assert statistic < 55.5
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**63), st.floats(0.1, 60), st.booleans())
+def test_leaving_out_the_hopeless_changes_no_draw(seed: int, width: float, filtered: bool) -> None:
+    """The winner among all tokens, noise made for every one of them."""
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(seed % 997)) * width
+    logprobs = processed_logprobs(logits, SamplingParams(top_p=0.9 if filtered else 1.0))
+    everything = logprobs.double() + gumbel(seed, 0, 4, torch.arange(3000))
+    assert draw(logprobs, seed, 0, 4) == int(everything.argmax())

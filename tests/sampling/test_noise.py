@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.sampling.noise import MASK, gumbel, philox
+from forerun.sampling.noise import LEAST_NOISE, MASK, MOST_NOISE, gumbel, philox
 
 # Known answers of Philox4x32-10 from the Random123 distribution (kat_vectors): counter, key, output
 KNOWN = [
@@ -28,25 +28,45 @@ def test_philox_gives_the_published_answers(
     assert tuple(int(word) for word in words) == expected
 
 
+def ids(count: int) -> torch.Tensor:
+    return torch.arange(count)
+
+
 def test_each_part_of_the_key_matters() -> None:
-    base = gumbel(1, 0, 0, 50)
-    assert torch.equal(base, gumbel(1, 0, 0, 50))
+    base = gumbel(1, 0, 0, ids(50))
+    assert torch.equal(base, gumbel(1, 0, 0, ids(50)))
     for other in [(2, 0, 0), (1 + 2**32, 0, 0), (1, 1, 0), (1, 0, 1)]:
-        assert not torch.isclose(base, gumbel(*other, 50)).any()
+        assert not torch.isclose(base, gumbel(*other, ids(50))).any()
 
 
-def test_a_token_has_the_same_noise_in_any_vocabulary() -> None:
-    assert torch.equal(gumbel(3, 0, 9, 1000)[:77], gumbel(3, 0, 9, 77))
+def test_a_token_has_the_same_noise_among_any_others() -> None:
+    every = gumbel(3, 0, 9, ids(1000))
+    assert len(set(every.tolist())) == 1000
+    for chosen in [
+        ids(77),
+        torch.tensor([5]),
+        torch.tensor([999, 3, 500, 7]),
+        torch.arange(1, 1000, 13),
+        torch.arange(0, 1000, 3),
+    ]:
+        assert torch.equal(gumbel(3, 0, 9, chosen), every[chosen])
 
 
 def test_negative_seeds_are_seeds_of_their_own() -> None:
-    assert torch.isfinite(gumbel(-1, 0, 0, 9)).all()
-    assert torch.equal(gumbel(-1, 0, 0, 9), gumbel(2**64 - 1, 0, 0, 9))
+    assert torch.isfinite(gumbel(-1, 0, 0, ids(9))).all()
+    assert torch.equal(gumbel(-1, 0, 0, ids(9)), gumbel(2**64 - 1, 0, 0, ids(9)))
+
+
+def test_noise_has_the_bounds_that_are_stated() -> None:
+    """The extremes of 32 bits, through the same formula."""
+    for word, bound in [(0, LEAST_NOISE), (MASK, MOST_NOISE)]:
+        uniform = (torch.tensor([word]).double() + 0.5) / 2.0**32
+        assert float(-torch.log(-torch.log(uniform))) == pytest.approx(bound, abs=1e-6)
 
 
 def test_noise_is_gumbel_distributed() -> None:
     """200,000 draws against the Gumbel law: Kolmogorov-Smirnov at a false-alarm rate of 1e-6 (2.7 / sqrt(n))."""
-    noise = torch.cat([gumbel(seed, 0, 5, 1000) for seed in range(200)]).sort().values
+    noise = torch.cat([gumbel(seed, 0, 5, ids(1000)) for seed in range(200)]).sort().values
     n = noise.shape[0]
     law = torch.exp(-torch.exp(-noise))
     empirical = torch.arange(1, n + 1, dtype=torch.float64) / n

@@ -127,6 +127,8 @@ class FakeEngine:
         request.num_steps += 1
         if request.num_steps == 2:
             self._misbehave(request)
+        drafted = NUM_SPEC_TOKENS if self._speculation and request.num_steps > 1 else 0
+        self._stats.num_rows += 1 + drafted if request.num_steps > 1 else len(request.new.prompt_token_ids)
         count = min(self._burst, request.limit - request.num_tokens)
         tokens = [letter(request.num_tokens + i) for i in range(count)]
         request.num_tokens += count
@@ -179,6 +181,7 @@ class ByteTokenizer:
     """A token a byte, no special tokens."""
 
     vocab_size = VOCAB_SIZE
+    max_token_bytes = 1
 
     def __init__(self, *, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template

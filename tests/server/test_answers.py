@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.server.fake_engine import NUM_SPEC_TOKENS, answer_text
+from tests.server.live import LiveServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -86,8 +87,12 @@ def test_several_prompts_give_several_choices_in_order(http: httpx.Client, promp
 def test_seeds_are_returned_and_drawn_for_each_prompt(http: httpx.Client) -> None:
     drawn = [c["seed"] for c in post(http, COMPLETIONS, prompt=["a", "a"])["choices"]]
     assert drawn[0] != drawn[1]
+    many = [c["seed"] for c in post(http, COMPLETIONS, prompt=["a"] * 64, max_tokens=1)["choices"]]
+    assert max(many) < 2**53  # JavaScript's numbers hold them
+    assert max(many) > 2**46
     assert [c["seed"] for c in post(http, COMPLETIONS, prompt=["a", "a"], seed=3)["choices"]] == [3, 3]
-    assert post(http, COMPLETIONS, prompt="a", seed=-1)["choices"][0]["seed"] == 2**64 - 1
+    assert post(http, COMPLETIONS, prompt="a", seed=-1)["choices"][0]["seed"] == -1
+    assert post(http, COMPLETIONS, prompt="a", seed=2**64 - 1)["choices"][0]["seed"] == 2**64 - 1
     assert stream(http, COMPLETIONS, prompt="a", seed=9)[-1]["choices"][0]["seed"] == 9
 
 
@@ -201,6 +206,19 @@ def test_a_request_id_may_be_given_in_body_or_header(http: httpx.Client) -> None
     assert post(http, COMPLETIONS, prompt="a", request_id="mine")["id"] == "cmpl-mine"
     response = http.post(CHAT, json={"messages": HELLO}, headers={"X-Request-Id": "theirs"})
     assert response.json()["id"] == "chatcmpl-theirs"
+
+
+def test_a_request_id_of_a_running_request_may_be_given_again(slow_server: LiveServer) -> None:
+    body = {"prompt": "a", "max_tokens": 200, "stream": True}
+    headers = {"X-Request-Id": "same"}
+    with (
+        slow_server.http(headers=headers) as http,
+        http.stream("POST", COMPLETIONS, json=body) as first,
+        http.stream("POST", COMPLETIONS, json=body | {"max_tokens": 3}) as second,
+    ):
+        assert first.status_code == second.status_code == 200
+        assert '"id":"cmpl-same"' in second.read().decode()
+        assert '"id":"cmpl-same"' in next(first.iter_lines())
 
 
 def test_a_fault_in_mid_stream_is_an_error_event(http: httpx.Client) -> None:

@@ -51,6 +51,7 @@ def refused(http: httpx.Client, path: str, body: Any, status: int = 400) -> dict
         ("logprobs", True),
         ("stop", ""),
         ("stop", ["a", ""]),
+        ("stop", {"a": 1}),
         ("stop", ["a", 1]),
         ("stop", ["a"] * 65),
         ("stop", "a" * 1025),
@@ -92,6 +93,13 @@ def test_a_wrong_completion_field_is_named(http: httpx.Client, field: str, value
     assert error["param"].partition("[")[0] == field
     assert field in error["message"]
     assert error["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize("wrong", ["", 1, None, "a" * 1025])
+def test_a_wrong_stop_string_is_named_by_its_index(http: httpx.Client, wrong: Any) -> None:
+    error = refused(http, COMPLETIONS, {"prompt": "hello", "stop": ["good", "better", wrong, "best"]})
+    assert "stop[2]" in error["message"]
+    assert "better" not in error["message"]
 
 
 NOT_SERVED = [

@@ -101,9 +101,28 @@ def test_when_the_engine_dies_every_request_hears_of_it_and_health_is_503(slow_s
 
 def test_a_full_queue_is_503_with_retry_after() -> None:
     factory = fake_factory(step_s=0.01, burst=1)
-    with LiveServer(factory=factory, max_num_waiting=2) as server, server.http() as http:
-        response = http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"]})
-        assert response.status_code == 503
-        assert response.headers["retry-after"] == "1"
-        assert "try again later" in response.json()["error"]["message"]
-        assert http.post(COMPLETIONS, json={"prompt": ["a", "b"], "max_tokens": 1}).status_code == 200
+    with LiveServer(factory=factory, max_num_seqs=1, max_num_waiting=2) as server, server.http() as http:
+        with http.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as running:
+            lines = running.iter_lines()  # closing it would end the request
+            next(lines)
+            response = http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"]})
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+            message = response.json()["error"]["message"]
+            assert "brings 3, 1 are under way" in message
+            assert "try again later" in message
+            assert http.post(COMPLETIONS, json={"prompt": ["a", "b"], "max_tokens": 1}).status_code == 200
+        server.wait_until(lambda: idle(server))
+        assert http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"], "max_tokens": 1}).status_code == 200
+        refused = http.post(COMPLETIONS, json={"prompt": ["a"] * 4})  # at no time could they be taken
+        assert refused.status_code == 400
+        assert "brings 4 prompts" in refused.json()["error"]["message"]
+        text = http.get("/metrics").text
+        assert 'vllm:admission_rejections_total{model_name="fake",reason="queue_full"} 3.0' in text
+        assert 'vllm:admission_rejections_total{model_name="fake",reason="too_many_prompts"} 4.0' in text
+
+
+def test_an_idle_server_takes_as_many_as_it_has_seats_for() -> None:
+    factory = fake_factory(step_s=0.01, burst=1)
+    with LiveServer(factory=factory, max_num_seqs=64, max_num_waiting=1) as server, server.http() as http:
+        assert http.post(COMPLETIONS, json={"prompt": ["a"] * 8, "max_tokens": 2}).status_code == 200

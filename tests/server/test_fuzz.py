@@ -14,7 +14,7 @@ from forerun.server.body import parse_body
 from forerun.server.errors import error_body, json_response
 from forerun.server.fields import CHAT_NOT_SERVED, COMPLETION_NOT_SERVED
 from forerun.server.models import ChatBody, CompletionBody, GenerationBody
-from forerun.server.prompts import chat_prompt, check_prompt, check_token_ids, completion_prompts
+from forerun.server.prompts import Limits, chat_prompt, check_prompt, check_token_ids, completion_prompts
 from tests.server.fake_engine import ByteTokenizer
 
 JSON = st.recursive(
@@ -35,6 +35,9 @@ def run(coroutine: Any) -> Any:
     with pytest.raises(StopIteration) as stopped:
         coroutine.send(None)
     return stopped.value.value
+
+
+LIMITS = Limits(max_model_len=512, max_prompts=16, max_messages=16, max_text_bytes=1024)
 
 
 def judge(kind: type[GenerationBody], content: dict[str, Any]) -> None:
@@ -58,10 +61,11 @@ def show(error: RequestError) -> None:
 
 async def prompts(body: GenerationBody) -> list[list[int]]:
     if isinstance(body, CompletionBody):
-        return await completion_prompts(ByteTokenizer(), body.prompt, body.add_special_tokens)
+        return await completion_prompts(ByteTokenizer(), body.prompt, body.add_special_tokens, LIMITS)
     assert isinstance(body, ChatBody)
     options = {
         "add_generation_prompt": body.add_generation_prompt,
+        "limits": LIMITS,
         "continue_final_message": body.continue_final_message,
     }
     return [await chat_prompt(ByteTokenizer(), body.messages, **options, template_kwargs=body.chat_template_kwargs)]

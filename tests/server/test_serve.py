@@ -19,6 +19,7 @@ import pytest
 
 from forerun.cli.serve import environment_keys, parse_bytes, parse_count
 from forerun.errors import ConfigError
+from forerun.server.run import bind
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from forerun.cli import main; main()", "serve"]
@@ -113,6 +114,14 @@ def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> Non
     assert lines[-1].startswith("forerun: error: ")
     assert all(word in lines[-1] for word in words), lines[-1]
     assert "Traceback" not in result.stderr
+
+
+def test_a_port_is_taken_from_the_start_not_only_once_the_model_is_loaded() -> None:
+    with bind("127.0.0.1", 0) as loading:
+        port = loading.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
+            bind("127.0.0.1", port)
+    bind("127.0.0.1", port).close()  # free again at once
 
 
 def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:

@@ -113,7 +113,7 @@ def read_metrics(http: httpx.Client) -> dict[str, float]:
             if sample.name.endswith("_created"):
                 continue
             labels = dict(sample.labels)
-            assert labels.pop("engine") == "0"
+            assert sample.name.startswith("vllm:admission_rejections") or labels.pop("engine") == "0"
             assert labels.pop("model_name") == "fake"
             rest = "".join(f" {v}" for k, v in sorted(labels.items()) if sample.name != "vllm:cache_config_info")
             found[sample.name + rest] = sample.value
@@ -139,6 +139,16 @@ def test_metrics_add_up(http: httpx.Client) -> None:
     assert risen["vllm:spec_decode_num_drafts_total"] == 6
     assert risen["vllm:spec_decode_num_draft_tokens_total"] == 24
     assert risen["vllm:spec_decode_num_accepted_tokens_total"] == 10
+    for name in ("generation_tokens", "max_num_generation_tokens"):
+        assert risen[f"vllm:request_{name}_sum"] == 22
+    assert risen["vllm:request_prefill_kv_computed_tokens_sum"] == 10
+    assert risen["vllm:request_params_n_sum"] == 2
+    assert risen["vllm:request_num_preemptions_count"] == 2
+    assert risen["vllm:iteration_tokens_total_count"] == 8
+    assert risen["vllm:iteration_tokens_total_sum"] == 2 * (5 + 3 + 3 + 2)  # the fake's first step gives 3 of 5 rows
+    assert risen["vllm:prompt_tokens_by_source_total local_compute"] == 10
+    assert after["vllm:prompt_tokens_cached_by_source_total local_cache_hit"] == 0
+    assert after["vllm:num_requests_waiting_by_reason capacity"] == 0
     positions = [after[f"vllm:spec_decode_num_accepted_tokens_per_pos_total {i}"] for i in range(4)]
     assert sum(positions) == after["vllm:spec_decode_num_accepted_tokens_total"]
     assert positions == sorted(positions, reverse=True)

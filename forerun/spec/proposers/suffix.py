@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from forerun.spec.proposer import RequestDraft
-from forerun.spec.proposers.ngram import HistoryProposer
+from forerun.spec.proposers.history import HistoryProposer
 from forerun.spec.suffix_tree import SuffixTree
 
 if TYPE_CHECKING:

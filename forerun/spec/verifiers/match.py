@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forerun.request import FinishReason
 from forerun.sampling.batch import SamplingBatch, SamplingRows
 from forerun.sampling.distribution import draw, processed_logprobs
-from forerun.sampling.noise import gumbel
 from forerun.spec.proposer import Draft, RequestDraft
 from forerun.spec.verifier import RequestVerdict, TokenLogprobs, Verdict
 
@@ -23,12 +23,16 @@ class MatchVerifier:
     lossless = "path"
 
     def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
-        greedy = target_logits.argmax(dim=-1).tolist() if any(rows.params.greedy for rows in sampling) else []
+        best = target_logits.argmax(dim=-1)
+        finite = target_logits.gather(1, best.unsqueeze(1)).isfinite().flatten().tolist()  # a NaN is the argmax
+        greedy = best.tolist()
         return Verdict(
-            {rows.request_id: self._walk(draft.of(rows.request_id), target_logits, rows, greedy) for rows in sampling}
+            {r.request_id: self._walk(draft.of(r.request_id), target_logits, r, greedy, finite) for r in sampling}
         )
 
-    def _walk(self, draft: RequestDraft, logits: Tensor, rows: SamplingRows, greedy: list[int]) -> RequestVerdict:
+    def _walk(
+        self, draft: RequestDraft, logits: Tensor, rows: SamplingRows, greedy: list[int], finite: list[bool]
+    ) -> RequestVerdict:
         """From the root, follow the child that the target drew until there is none."""
         verdict = RequestVerdict([], [], num_drafted=len(draft))
         if rows.params.logprobs is not None:
@@ -37,6 +41,9 @@ class MatchVerifier:
         while True:
             row = rows.first_row + 1 + node
             position = rows.position + len(verdict.accepted)
+            if not finite[row]:
+                verdict.finish_reason = FinishReason.ERROR
+                return verdict
             token = greedy[row] if rows.params.greedy else self.draw_row(logits[row], rows, position)
             verdict.token_ids.append(token)
             if verdict.logprobs is not None:
@@ -49,8 +56,7 @@ class MatchVerifier:
 
     def draw_row(self, logits: Tensor, rows: SamplingRows, position: int) -> int:
         """The target's own token at an output position; a method so that tests can enumerate the draws."""
-        noise = gumbel(rows.seed, rows.choice, position, logits.shape[-1])
-        return draw(processed_logprobs(logits, rows.params), noise)
+        return draw(processed_logprobs(logits, rows.params), rows.seed, rows.choice, position)
 
 
 def find_child(draft: RequestDraft, node: int, token_id: int) -> int | None:

@@ -1,0 +1,140 @@
+#include "ops.h"
+
+#include <algorithm>
+
+#include "scratch.h"
+#include "threads.h"
+
+namespace forerun {
+
+namespace {
+
+constexpr std::int64_t serial_values = 1 << 14;  // quicker done than handed out
+constexpr std::int64_t rows_at_once = 512;       // bounds the memory of what is made of a product's rows
+constexpr std::int64_t mlp_rows_at_once = 128;   // what lies between its products stays in the cache
+
+// body(row) for all rows; on this thread alone where that is little work.
+template <class Body>
+void for_rows(std::int64_t rows, std::int64_t row_values, const Body& body) {
+  if (rows * row_values <= serial_values) {
+    for (std::int64_t row = 0; row < rows; ++row) body(row);
+  } else {
+    parallel_for(rows, body);
+  }
+}
+
+// body(first, count) for all rows, some at once.
+template <class Body>
+void in_chunks(std::int64_t rows, std::int64_t at_once, const Body& body) {
+  for (std::int64_t first = 0; first < rows; first += at_once) body(first, std::min(at_once, rows - first));
+}
+
+struct Needs {
+  bool tiles = false, floats = false;
+};
+
+Needs needs_of(const Linear& linear) {
+  Needs needs;
+  for (int s = 0; s < linear.num_segments; ++s) {
+    (linear.segments[s].kind == Kind::bf16 ? needs.floats : needs.tiles) = true;
+  }
+  return needs;
+}
+
+struct Buffers {
+  Scratch<float> row, floats, middle, product;
+};
+
+Buffers& buffers() {  // of the calling thread
+  thread_local Buffers instance;
+  return instance;
+}
+
+std::int64_t num_outputs(const Linear& linear) {
+  std::int64_t n = 0;
+  for (int s = 0; s < linear.num_segments; ++s) n += linear.segments[s].n;
+  return n;
+}
+
+// y = make(row, out [k]) W + bias. The made rows are quantised at once; they are kept where a segment wants floats.
+template <class Make>
+void made_linear(const Make& make, std::int64_t rows, const Linear& linear, MutableRows y) {
+  Needs needs = needs_of(linear);
+  std::int64_t k = linear.k, groups = num_groups(k);
+  float* floats = needs.floats ? buffers().floats.get(rows * k) : nullptr;
+  ActivationGroup* tiles = needs.tiles ? activation_buffer(rows, k) : nullptr;
+  auto quantize = activation_kernels().quantize;
+  auto make_tile = [&](std::int64_t tile) {  // four rows share their groups' cache lines
+    std::int64_t end = std::min(rows, (tile + 1) * tile_rows);
+    for (std::int64_t row = tile * tile_rows; row < end; ++row) {
+      float* made = needs.floats ? floats + row * k : buffers().row.get(k);
+      make(row, made);
+      if (needs.tiles) quantize(made, k, tiles + tile * groups, static_cast<int>(row % tile_rows));
+    }
+  };
+  for_rows(num_tiles(rows), tile_rows * k, make_tile);
+  run_linear(linear, floats, k, tiles, rows, y.data, y.stride);
+}
+
+void add_rows(ConstRows x, std::int64_t rows, std::int64_t n, MutableRows to) {
+  auto add = row_kernels().add;
+  for_rows(rows, n, [&](std::int64_t row) { add(x.row(row), n, to.row(row)); });
+}
+
+}  // namespace
+
+void norm_rows(ConstRows x, std::int64_t rows, std::int64_t n, Norm norm, MutableRows out) {
+  auto rms_norm = row_kernels().rms_norm;
+  for_rows(rows, n, [&](std::int64_t row) { rms_norm(x.row(row), norm.weight, norm.eps, n, out.row(row)); });
+}
+
+void norm_linear(ConstRows x, std::int64_t rows, Norm norm, const Linear& linear, MutableRows y) {
+  auto rms_norm = row_kernels().rms_norm;
+  in_chunks(rows, rows_at_once, [&](std::int64_t first, std::int64_t count) {
+    auto make = [&](std::int64_t row, float* out) {
+      rms_norm(x.row(first + row), norm.weight, norm.eps, linear.k, out);
+    };
+    made_linear(make, count, linear, {y.row(first), y.stride});
+  });
+}
+
+void linear_add(ConstRows x, std::int64_t rows, const Linear& linear, MutableRows to) {
+  std::int64_t n = num_outputs(linear);
+  bool needs_tiles = needs_of(linear).tiles;
+  in_chunks(rows, rows_at_once, [&](std::int64_t first, std::int64_t count) {
+    MutableRows product{buffers().product.get(count * n), n};
+    ActivationGroup* tiles = needs_tiles ? activation_buffer(count, linear.k) : nullptr;
+    if (needs_tiles) quantize_rows(x.row(first), x.stride, count, linear.k, tiles);
+    run_linear(linear, x.row(first), x.stride, tiles, count, product.data, product.stride);
+    add_rows(product, count, n, {to.row(first), to.stride});
+  });
+}
+
+void mlp(MutableRows x, std::int64_t rows, Norm norm, const Linear& gate_up, const Linear& down) {
+  auto silu_mul = row_kernels().silu_mul;
+  std::int64_t middle = down.k, hidden = num_outputs(down);
+  in_chunks(rows, mlp_rows_at_once, [&](std::int64_t first, std::int64_t count) {
+    MutableRows part{x.row(first), x.stride};
+    MutableRows both{buffers().middle.get(count * 2 * middle), 2 * middle};
+    norm_linear(part, count, norm, gate_up, both);
+    MutableRows product{buffers().product.get(count * hidden), hidden};
+    auto make = [&](std::int64_t row, float* out) { silu_mul(both.row(row), both.row(row) + middle, middle, out); };
+    made_linear(make, count, down, product);
+    add_rows(product, count, hidden, part);
+  });
+}
+
+void rope_rows(MutableRows qkv, std::int64_t rows, const Rope& rope) {
+  const RowKernels& kernels = row_kernels();
+  std::int64_t dim = rope.head_dim;
+  for_rows(rows, (rope.num_heads + rope.num_kv_heads) * dim, [&](std::int64_t row) {
+    for (std::int64_t head = 0; head < rope.num_heads + rope.num_kv_heads; ++head) {
+      float* x = qkv.row(row) + head * dim;
+      const float* weight = head < rope.num_heads ? rope.q_norm : rope.k_norm;
+      if (weight) kernels.rms_norm(x, weight, rope.eps, dim, x);
+      kernels.rope(x, rope.cos.row(row), rope.sin.row(row), dim / 2);
+    }
+  });
+}
+
+}  // namespace forerun
