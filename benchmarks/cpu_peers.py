@@ -16,7 +16,7 @@ For each GGUF file, both sides on the same file with the same threads:
 Sides alternate, and who goes first changes from round to round. Servers start anew in each round, so that none has
 seen a question before. Figures are medians over all rounds with the lowest and the highest. "Best" takes, for each
 side, the best of its files of one model. A peer's program that is not there is skipped and named. The last line is
-JSON.
+JSON. Against llama.cpp b11434 `step`, `prefill` and `spec` have been run; its side of `verify` and `start` has not.
 """
 
 from __future__ import annotations

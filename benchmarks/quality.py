@@ -13,7 +13,8 @@ to a file: exact, where llama-perplexity's file of base logits holds 16 bits a l
 the most likely tokens. It takes text, not ids: questions are plain text here, without a chat template, and the ids
 compared are those that it makes of question and text. Were the reference wrong, llama.cpp's divergence would show it.
 
-Without llama.cpp's program its side is skipped and named. The last line is JSON.
+Without the program llama-results its side is skipped and named; it has not been run against a real one yet. The last
+line is JSON.
 """
 
 from __future__ import annotations
