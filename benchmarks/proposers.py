@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forerun.engine.plan import Grant, Plan, ScheduledRequest
+from forerun.engine.plan import Plan, ScheduledRequest
+from forerun.spec.proposer import Grant
 from forerun.request import Request, SamplingParams
 from forerun.spec.proposer import DraftInputs
 from forerun.spec.proposers.history import HistoryProposer

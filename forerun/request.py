@@ -169,12 +169,27 @@ class SpecStats:
         return summary
 
 
+@dataclass(slots=True)
+class RequestCache:
+    """What a request holds of one cache group.
+
+    Attributes:
+        blocks: block ids, in the order of the tokens.
+        num_tokens: of the request's known tokens, those whose keys and values are there: the first so many.
+        num_published: full blocks that other requests can find.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_published: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence inside the engine. Only `Scheduler` changes it, and only in `schedule`, `reserve` and `commit`.
 
-    `token_ids` holds the prompt and what was generated; `num_computed_tokens` of them have their KV in the cache.
-    A step closes the gap. Tokens on trial (drafts) are never in `token_ids`: they live in the step's plan.
+    `token_ids` holds the prompt and what was generated; `num_computed_tokens` of them have their KV in the target's
+    cache. A step closes the gap. Tokens on trial (drafts) are never in `token_ids`: they live in the step's plan.
     """
 
     request_id: str
@@ -187,12 +202,11 @@ class Request:
     max_tokens: int = 16  # params.max_tokens, cut to what the model's length leaves
     eos_token_ids: frozenset[int] = frozenset()
     max_draft_tokens: int | None = None  # the request's own bound on drafts; 0 switches them off
+    draft_methods: tuple[str, ...] | None = None  # proposers that may draft for it; None: all
     arrival: int = 0  # order of arrival: the last to come is the first to be preempted
     arrival_time: float = field(default_factory=time.monotonic)
 
-    num_computed_tokens: int = 0
-    num_published_blocks: int = 0  # full blocks that other requests can find
-    block_tables: list[list[int]] = field(default_factory=list)  # one list of block ids a cache group
+    caches: list[RequestCache] = field(default_factory=lambda: [RequestCache()])  # one a group, the target's first
     num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache at the first admission
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
@@ -205,6 +219,19 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose keys and values are in the target's cache."""
+        return self.caches[0].num_tokens
+
+    @property
+    def decoding(self) -> bool:
+        """The prompt is computed: one known token is left to compute, and a draft may follow it."""
+        return self.num_computed_tokens == self.num_tokens - 1
+
+    def may_draft_with(self, proposer: str) -> bool:
+        return self.draft_methods is None or proposer in self.draft_methods
 
     @property
     def num_output_tokens(self) -> int:

@@ -13,7 +13,8 @@ from forerun.request import Request
 from forerun.spec.proposer import Draft, DraftInputs, RequestDraft
 
 if TYPE_CHECKING:
-    from forerun.engine.plan import Grant, Hidden, Plan
+    from forerun.engine.plan import Hidden, Plan
+    from forerun.spec.proposer import Grant
     from forerun.spec.verifier import Verdict
 
 PEAK = 30.0  # logit of the scripted token above all others
@@ -44,6 +45,7 @@ class ScriptedProposer:
 
     name = "scripted"
     hidden_taps: tuple[tuple[int, bool], ...] = ()
+    group = None
     state_bytes = 0
 
     def __init__(self, script: Callable[[Request, int], RequestDraft]) -> None:

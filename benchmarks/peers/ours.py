@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.engine.plan import Plan, ScheduledRequest
-from forerun.request import Request
+from forerun.request import Request, RequestCache
 from forerun.spec.proposer import RequestDraft
 from peers.common import MIB, Answer, Server
 
@@ -59,7 +59,7 @@ class Target:
             plan = Plan([ScheduledRequest(request, len(known) - 1, 1, RequestDraft(list(draft)), samples=True)])
             return self._engine.runner.forward(plan).logits
         finally:
-            self._engine.scheduler.target.free(request.block_tables[0])
+            self._engine.scheduler.target.free(request.caches[0].blocks)
 
     def _time(self, known: Sequence[int], draft: Sequence[int], start: int, repeats: int) -> list[float]:
         request = self._request(known, len(draft))
@@ -72,7 +72,7 @@ class Target:
                 self._engine.runner.forward(Plan([scheduled]))
                 rates.append(scheduled.num_rows / (time.perf_counter() - started))
         finally:
-            self._engine.scheduler.target.free(request.block_tables[0])
+            self._engine.scheduler.target.free(request.caches[0].blocks)
         return rates[WARM_UPS:]
 
     def _fill(self, request: Request, end: int) -> None:
@@ -82,10 +82,10 @@ class Target:
             self._engine.runner.forward(Plan([ScheduledRequest(request, start, min(chunk, end - start))]))
 
     def _request(self, tokens: Sequence[int], num_drafted: int) -> Request:
-        num_blocks = -(-(len(tokens) + num_drafted) // self._engine.runner.block_size)
+        num_blocks = -(-(len(tokens) + num_drafted) // self._engine.scheduler.block_size)
         blocks = self._engine.scheduler.target.allocate(num_blocks)
         assert blocks is not None, "the KV cache is too small: raise --kv-cache-mib"
-        return Request("probe", list(tokens), len(tokens), SamplingParams(temperature=0), 0, block_tables=[blocks])
+        return Request("probe", list(tokens), len(tokens), SamplingParams(temperature=0), 0, caches=[RequestCache(blocks)])
 
     def _tokens(self, count: int) -> list[int]:
         return random.Random(count).choices(range(self._engine.info().vocab_size), k=count)

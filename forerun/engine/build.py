@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from forerun.attention import AttentionBackend, KVShape
-from forerun.attention.native import NativeAttention
-from forerun.attention.reference import ReferenceAttention
-from forerun.engine.cache import CachePool, GroupSpec
+from forerun.attention import KVShape
+from forerun.engine.cache import CachePool
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.messages import EngineInfo
@@ -21,13 +20,15 @@ from forerun.errors import ConfigError
 from forerun.kernels import check_row_exactness, native
 from forerun.kernels.fused import PlainLinear
 from forerun.memory.budget import fit_model_len, kv_cache_bytes, start_up_lines
+from forerun.memory.groups import GroupSpec
 from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.loading import load_model, read_config
+from forerun.models.paged import PagedModel, kv_shape
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
-from forerun.spec.control import FixedLength
-from forerun.spec.registry import make_proposer, make_verifier
+from forerun.spec.proposer import TargetInfo
+from forerun.spec.registry import make_control, make_proposer, make_verifier
 
 KV_DTYPE = torch.float32
 
@@ -43,7 +44,7 @@ class Target:
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Load the model and the tokenizer, size the cache, and connect the parts.
+    """Load the models and the tokenizer, size the caches, and connect the parts.
 
     Raises:
         ConfigError: the settings, the files or the memory do not allow it. Settings are judged before weights load.
@@ -51,21 +52,18 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_num_threads(config.num_threads)
     path = str(resolve_model(config.model))
     model_config = read_config(path)
-    shape = KVShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size)
+    shape = kv_shape(model_config, config.block_size)
     _fit(config, model_config, shape, kv_cache_bytes(config.kv_cache_memory_bytes))
     target = _load_target(config, path, model_config)
+    proposer = make_proposer(config.speculative_config, _target_info(config, target))
 
-    block_bytes = shape.block_bytes(KV_DTYPE.itemsize)
-    pool = CachePool([GroupSpec("target", block_bytes)], kv_cache_bytes(config.kv_cache_memory_bytes))
+    groups = [GroupSpec("target", shape.block_bytes(KV_DTYPE.itemsize)), *proposer.groups]
+    pool = CachePool(groups, kv_cache_bytes(config.kv_cache_memory_bytes))
     max_model_len = _fit(config, model_config, shape, pool.num_bytes)
     memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
-    backend = NativeAttention if native.available() else ReferenceAttention
-    attention: AttentionBackend = backend(shape, model_config.num_heads, memory, KV_DTYPE)
-
-    spec = config.speculative_config
-    proposer = make_proposer(spec)
+    proposer.attach(1, memory)
     return Engine(
-        runner=Runner(target.model, attention, config.block_size, proposer.hidden_taps),
+        runner=Runner(PagedModel.over(target.model, memory, KV_DTYPE, config.block_size), proposer.hidden_taps),
         scheduler=Scheduler(
             pool,
             block_size=config.block_size,
@@ -75,11 +73,24 @@ def build_engine(config: EngineConfig) -> Engine:
             on_release=proposer.forget,
         ),
         proposer=proposer,
-        verifier=make_verifier(spec),
-        control=FixedLength(spec.num_speculative_tokens if spec else 0),
+        verifier=make_verifier(config.speculative_config),
+        control=make_control(config.speculative_config),
         tokenizer=target.tokenizer,
         eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        info=_info(config, target, pool, max_model_len),
+        info=_info(config, target, pool, max_model_len, proposer.notes),
+    )
+
+
+def _target_info(config: EngineConfig, target: Target) -> TargetInfo:
+    return TargetInfo(
+        name=config.model,
+        config=target.config,
+        tokenizer=target.tokenizer,
+        max_model_len=config.max_model_len or target.config.max_position_embeddings,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_dtype=KV_DTYPE,
+        packed=config.dtype == "auto",
     )
 
 
@@ -97,9 +108,12 @@ def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig) -
     return Target(model_config, model, tokenizer, time.perf_counter() - started)
 
 
-def _info(config: EngineConfig, target: Target, pool: CachePool, max_model_len: int) -> EngineInfo:
+def _info(
+    config: EngineConfig, target: Target, pool: CachePool, max_model_len: int, notes: Sequence[str]
+) -> EngineInfo:
     spec = config.speculative_config
-    num_tokens = pool.num_chunks * config.block_size
+    num_blocks = pool.num_chunks * pool.groups[0].blocks_per_chunk
+    num_tokens = num_blocks * config.block_size
     lines = start_up_lines(
         load_bytes=target.model.weight_bytes,
         load_time_s=target.load_time_s,
@@ -113,7 +127,7 @@ def _info(config: EngineConfig, target: Target, pool: CachePool, max_model_len: 
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
-        num_blocks=pool.num_chunks,
+        num_blocks=num_blocks,
         kv_cache_tokens=num_tokens,
         vocab_size=target.config.vocab_size,
         dtype=str(target.model.dtype).removeprefix("torch."),
@@ -121,7 +135,7 @@ def _info(config: EngineConfig, target: Target, pool: CachePool, max_model_len: 
         load_time_s=target.load_time_s,
         speculative_config=spec.resolved() if spec else None,
         num_spec_tokens=spec.num_speculative_tokens if spec else 0,
-        log_lines=lines + [f"WARNING: {warning}" for warning in _warnings(config, target.model)],
+        log_lines=[*lines, *notes, *(f"WARNING: {warning}" for warning in _warnings(config, target.model))],
     )
 
 

@@ -15,7 +15,8 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from forerun.memory.groups import GroupSpec
 
 BlockHash = bytes
 
@@ -25,19 +26,6 @@ def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: str = "
     digest = hashlib.blake2b(parent or salt.encode(), digest_size=32, person=b"block" if parent else b"root")
     digest.update(b"".join(token.to_bytes(4, "little") for token in token_ids))
     return digest.digest()
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """What one group keeps for every block of tokens.
-
-    Attributes:
-        name: "target", or the proposer's name.
-        block_bytes: bytes of one block over all layers of the group.
-    """
-
-    name: str
-    block_bytes: int
 
 
 class CacheGroup:
@@ -63,6 +51,11 @@ class CacheGroup:
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out now."""
         return len(self._empty) + len(self._kept) + self._pool.num_chunks_for(self) * self.blocks_per_chunk
+
+    def num_chunks_taken(self, count: int) -> int:
+        """Chunks that `allocate(count)` takes from the pool or from other groups."""
+        chunks = -(-max(0, count - len(self._empty)) // self.blocks_per_chunk)
+        return min(chunks, self._pool.num_chunks_for(self))
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each, or None and no change where there are not so many."""

@@ -13,17 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(slots=True)
-class Grant:
-    """How far each request may draft in this step. Blocks for the drafted tokens are set aside.
-
-    Requests that are not in `lengths` (prompts under way, requests about to end) must not draft.
-    """
-
-    requests: list[Request] = field(default_factory=list)
-    lengths: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass(slots=True, frozen=True)
 class ScheduledRequest:
     """A request's part of a step.
@@ -55,6 +44,17 @@ class Plan:
     @property
     def num_rows(self) -> int:
         return sum(s.num_rows for s in self.scheduled)
+
+    @property
+    def logit_rows(self) -> list[int]:
+        """The rows of the pass that get logits: the last known token's and the drafts', request by request."""
+        rows: list[int] = []
+        first = 0
+        for s in self.scheduled:
+            if s.samples:
+                rows += range(first + s.num_tokens - 1, first + s.num_rows)
+            first += s.num_rows
+        return rows
 
     @property
     def draft(self) -> Draft:

@@ -1,8 +1,8 @@
 """Who runs in a step, with how many tokens, on which blocks. Ints only: thousands of schedules a second, no torch.
 
 There is no prefill phase and no decode phase. A request has known tokens and computed tokens, and a step closes the
-gap; drafted tokens are known tokens on trial. When blocks run out, the request that arrived last gives its own back
-and starts again from its known tokens (preemption by recompute).
+gap; drafted tokens are known tokens on trial. When blocks run out, proposers' caches are taken back first; then the
+request that arrived last gives its own blocks back and starts again from its known tokens (preemption by recompute).
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from forerun.engine.cache import BlockHash, CacheGroup, CachePool, hash_block
-from forerun.engine.plan import Grant, Plan, ScheduledRequest
-from forerun.request import FinishReason, Request
+from forerun.engine.plan import Plan, ScheduledRequest
+from forerun.spec.proposer import Grant
+from forerun.request import FinishReason, Request, RequestCache
 from forerun.spec.proposer import EMPTY_DRAFT, Draft, RequestDraft
 from forerun.spec.verifier import RequestVerdict, Verdict
 
 
 def _ignore(request_id: str) -> None:
     pass
+
+
+def _empty(group: CacheGroup, cache: RequestCache) -> None:
+    group.free(cache.blocks)
+    cache.blocks.clear()
+    cache.num_tokens = cache.num_published = 0
 
 
 def share_evenly(wanted: Sequence[int], total: int) -> list[int]:
@@ -74,7 +81,7 @@ class Scheduler:
     # -- requests come and go
 
     def add(self, request: Request) -> None:
-        request.block_tables = [[] for _ in self.pool.groups]
+        request.caches = [RequestCache() for _ in self.pool.groups]
         self._hashes[request.request_id] = []
         self.waiting.append(request)
 
@@ -93,17 +100,20 @@ class Scheduler:
     @property
     def decoding(self) -> list[Request]:
         """Requests whose prompt is computed: each has one known token left to compute and may draft."""
-        return [r for r in self.running if r.num_computed_tokens == r.num_tokens - 1]
+        return [r for r in self.running if r.decoding]
 
     # -- the three calls of a step
 
     def reserve(self, lengths: Mapping[str, int]) -> Grant:
         """Blocks for one token of every decoding request, preempting where they run out, and how far each may draft.
 
-        A draft takes no blocks of the target before it is made, and never preempts.
+        A draft takes no blocks of the target before it is made, and never preempts. Blocks of the proposers' groups,
+        which are written while a draft is made, are set aside here, for requests that may draft and as far as the
+        target can spare them.
 
         Args:
-            lengths: how far each request may draft, at most.
+            lengths: how far each running request may draft, at most; proposers may fill their caches along with the
+                prompt of one that is not there yet.
         """
         self._preempted = False
         for request in self.decoding:
@@ -118,6 +128,11 @@ class Scheduler:
             if length > 0:
                 grant.requests.append(request)
                 grant.lengths[request.request_id] = length
+        for request in self.running:
+            if lengths.get(request.request_id, 0) > 0:
+                self._reserve_for_proposers(request, grant.lengths.get(request.request_id, 0))
+                if not request.decoding:
+                    grant.filling.append(request)
         self._grant = grant
         return grant
 
@@ -126,6 +141,9 @@ class Scheduler:
         plan = Plan()
         budget = self.max_num_batched_tokens
         decoding = self.decoding
+        for request in self.running:
+            for place, cache in enumerate(request.caches):
+                cache.num_tokens = draft.filled.get((place, request.request_id), cache.num_tokens)
         prefilling = [r for r in self.running if r.num_computed_tokens < r.num_tokens - 1]
         for request, request_draft in self._fit_drafts(decoding[:budget], draft):
             plan.scheduled.append(
@@ -147,9 +165,9 @@ class Scheduler:
         """Take over what stands: the one place where requests change. Finished requests give their blocks back."""
         for scheduled in plan.scheduled:
             request = scheduled.request
-            request.num_computed_tokens = scheduled.start + scheduled.num_tokens
+            request.caches[0].num_tokens = scheduled.start + scheduled.num_tokens
             if scheduled.samples:
-                self._accept(request, verdict.by_request[request.request_id])
+                self._accept(request, scheduled.draft, verdict.by_request[request.request_id])
             if request.finish_reason is not FinishReason.ERROR:  # what failed is not worth finding again
                 self._publish(request)
             if request.finish_reason is not None:
@@ -162,29 +180,31 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Blocks and requests agree. For tests."""
         self.pool.check_integrity()
-        held: dict[int, int] = {}
+        held: list[dict[int, int]] = [{} for _ in self.pool.groups]
         for request in self.running:
-            table = request.block_tables[0]
-            assert len(table) * self.block_size >= request.num_computed_tokens
             assert request.num_computed_tokens <= request.num_tokens
             assert request.finish_reason is None
-            for block in table:
-                held[block] = held.get(block, 0) + 1
-        assert held == self.target._references
+            for group, cache in enumerate(request.caches):
+                assert cache.num_published * self.block_size <= cache.num_tokens <= len(cache.blocks) * self.block_size
+                for block in cache.blocks:
+                    held[group][block] = held[group].get(block, 0) + 1
+        assert held == [group._references for group in self.pool.groups]
         for request in self.waiting:
-            assert not any(request.block_tables)
-            assert request.num_computed_tokens == 0
+            assert all(cache == RequestCache() for cache in request.caches)
         ids = [r.request_id for r in (*self.running, *self.waiting)]
         assert sorted(ids) == sorted(self._hashes)
         assert len(set(ids)) == len(ids)
 
     # -- details
 
-    def _accept(self, request: Request, verdict: RequestVerdict) -> None:
+    def _accept(self, request: Request, draft: RequestDraft, verdict: RequestVerdict) -> None:
         request.last_token_time = time.monotonic()
         request.first_token_time = request.first_token_time or request.last_token_time
         request.token_ids.extend(verdict.token_ids)
-        request.num_computed_tokens += len(verdict.accepted)
+        request.caches[0].num_tokens += len(verdict.accepted)
+        for group, cache in zip(self.pool.groups[1:], request.caches[1:], strict=True):
+            if group.spec.name == draft.source and cache.blocks:  # not taken back meanwhile
+                cache.num_tokens += min(draft.num_cached, len(verdict.accepted))
         request.spec.observe(verdict.num_drafted, len(verdict.accepted))
         request.finish_reason = verdict.finish_reason
         request.stop_reason = verdict.stop_reason
@@ -197,7 +217,7 @@ class Scheduler:
 
     def _room(self, request: Request) -> int:
         """Drafted tokens that fit into the blocks the request already holds."""
-        return len(request.block_tables[0]) * self.block_size - request.num_tokens
+        return len(request.caches[0].blocks) * self.block_size - request.num_tokens
 
     def _fit_drafts(self, decoding: list[Request], draft: Draft) -> list[tuple[Request, RequestDraft]]:
         """Cut drafts to what was granted, to even shares of the rows left, and to the blocks that there are."""
@@ -208,28 +228,63 @@ class Scheduler:
     def _look_ahead(self, request: Request, wanted: int) -> int:
         missing = self._blocks_missing(request, request.num_tokens + wanted)
         blocks = self.target.allocate(min(missing, self.target.num_available))
-        request.block_tables[0].extend(blocks or [])
+        request.caches[0].blocks.extend(blocks or [])
         return min(wanted, self._room(request))
 
     def _trim(self, request: Request) -> None:
         """Give back the blocks that only a rejected draft needed."""
-        needed = -(-max(request.num_computed_tokens, 1) // self.block_size)
-        table = request.block_tables[0]
-        self.target.free(table[needed:])
-        del table[needed:]
+        for group, cache in zip(self.pool.groups, request.caches, strict=True):
+            needed = -(-cache.num_tokens // self.block_size)
+            group.free(cache.blocks[needed:])
+            del cache.blocks[needed:]
+
+    def _reserve_for_proposers(self, request: Request, length: int) -> None:
+        """Blocks for the request's known tokens and its draft in each proposer's group, all of them or none."""
+        known = request.num_tokens if request.decoding else request.num_computed_tokens
+        for place, group in enumerate(self.pool.groups[1:], 1):
+            if not request.may_draft_with(group.spec.name):
+                continue
+            cache = request.caches[place]
+            if not cache.blocks:
+                cache.blocks.extend(self._share_prefix(request, place))
+                cache.num_published = len(cache.blocks)
+                cache.num_tokens = len(cache.blocks) * self.block_size
+            wanted = min(known + length, group.spec.max_tokens)
+            missing = max(0, -(-wanted // self.block_size) - len(cache.blocks))
+            if self._can_spare(group, missing):
+                cache.blocks.extend(group.allocate(missing) or [])
+
+    def _can_spare(self, group: CacheGroup, num_blocks: int) -> bool:
+        """Whether the target keeps a block for each running request and what the next one in the queue needs."""
+        reserve = len(self.running)
+        if self.waiting:
+            reserve += -(-(self.waiting[0].num_tokens + 1) // self.block_size)
+        cost = group.num_chunks_taken(num_blocks) * self.target.blocks_per_chunk
+        return self.target.num_available - cost >= reserve
+
+    def _take_back(self) -> bool:
+        """Empty the proposers' caches of the request that arrived last and has any; False where none has."""
+        for request in reversed(self.running):
+            if any(cache.blocks for cache in request.caches[1:]):
+                for group, cache in zip(self.pool.groups[1:], request.caches[1:], strict=True):
+                    _empty(group, cache)
+                return True
+        return False
 
     def _blocks_missing(self, request: Request, num_tokens: int) -> int:
-        return max(0, -(-num_tokens // self.block_size) - len(request.block_tables[0]))
+        return max(0, -(-num_tokens // self.block_size) - len(request.caches[0].blocks))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Blocks for the first `num_tokens` tokens of a running request; False if it had to be preempted itself."""
         missing = self._blocks_missing(request, num_tokens)
         while (blocks := self.target.allocate(missing)) is None:
+            if self._take_back():
+                continue
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        request.block_tables[0].extend(blocks)
+        request.caches[0].blocks.extend(blocks)
         return True
 
     def _schedule_chunk(self, plan: Plan, request: Request, budget: int) -> int:
@@ -243,15 +298,15 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Move the first waiting request to the running ones, with the prefix that the cache holds for it."""
-        shared = self._cached_prefix(request)
-        self.target.share(shared)
-        request.block_tables[0].extend(shared)
-        if self._blocks_missing(request, request.num_tokens + 1) > self.target.num_available:
-            self.target.free(shared)
-            request.block_tables[0].clear()
-            return False
+        cache = request.caches[0]
+        cache.blocks.extend(self._share_prefix(request, 0))
+        while self._blocks_missing(request, request.num_tokens + 1) > self.target.num_available:
+            if not self._take_back():
+                _empty(self.target, cache)
+                return False
         self.waiting.popleft()
-        request.num_computed_tokens = len(shared) * self.block_size
+        cache.num_published = len(cache.blocks)
+        cache.num_tokens = len(cache.blocks) * self.block_size
         if request.num_preemptions == 0:
             request.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
@@ -262,17 +317,22 @@ class Scheduler:
         self.running.sort(key=lambda r: r.arrival)
         return True
 
-    def _cached_prefix(self, request: Request) -> list[int]:
-        """Blocks of the longest known beginning. The last token is always computed: its row gives the next one."""
+    def _share_prefix(self, request: Request, place: int) -> list[int]:
+        """Blocks of the longest beginning that a group knows, with a reference on each.
+
+        The last token is always computed: its row gives the next one.
+        """
+        group = self.pool.groups[place]
         if not self.enable_prefix_caching:
             return []
         blocks: list[int] = []
         num_full = (request.num_tokens - 1) // self.block_size
         for block_hash in self._block_hashes(request, num_full)[:num_full]:
-            block = self.target.find(block_hash)
+            block = group.find(block_hash)
             if block is None:
                 break
             blocks.append(block)
+        group.share(blocks)
         return blocks
 
     def _block_hashes(self, request: Request, count: int) -> list[BlockHash]:
@@ -288,17 +348,15 @@ class Scheduler:
         """Let others find the blocks that are full of computed tokens."""
         if not self.enable_prefix_caching:
             return
-        num_full = request.num_computed_tokens // self.block_size
-        for place in range(request.num_published_blocks, num_full):
-            self.target.publish(request.block_tables[0][place], self._block_hashes(request, num_full)[place])
-        request.num_published_blocks = max(request.num_published_blocks, num_full)
+        for group, cache in zip(self.pool.groups, request.caches, strict=True):
+            num_full = cache.num_tokens // self.block_size
+            for place in range(cache.num_published, num_full):
+                group.publish(cache.blocks[place], self._block_hashes(request, num_full)[place])
+            cache.num_published = max(cache.num_published, num_full)
 
     def _release(self, request: Request) -> None:
-        for group, table in zip(self.pool.groups, request.block_tables, strict=True):
-            group.free(table)
-            table.clear()
-        request.num_computed_tokens = 0
-        request.num_published_blocks = 0
+        for group, cache in zip(self.pool.groups, request.caches, strict=True):
+            _empty(group, cache)
         self.on_release(request.request_id)
 
     def _preempt(self, request: Request) -> None:

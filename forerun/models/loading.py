@@ -144,6 +144,17 @@ def read_config(path: str | Path) -> DecoderConfig:
         return _open(path).config
 
 
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """What config.json or the GGUF header says, as it stands: for keys that are not the decoder's.
+
+    Raises:
+        CheckpointError: as `load_model`.
+    """
+    path = Path(path)
+    with _one_line_errors(path):
+        return _read_json(path / "config.json") if path.is_dir() else dict(GgufFile(path).metadata)
+
+
 @contextmanager
 def _one_line_errors(path: Path) -> Iterator[None]:
     """Errors of libraries and of the system as CheckpointErrors that name the file; all in one printable line."""

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from forerun.engine.plan import Grant, Hidden, Plan
+    from forerun.engine.plan import Hidden, Plan
+    from forerun.memory.groups import GroupSpec
+    from forerun.models.config import DecoderConfig
+    from forerun.models.tokenizer import Tokenizer
     from forerun.request import Request
     from forerun.spec.verifier import Verdict
 
@@ -24,6 +28,8 @@ class RequestDraft:
         parents: index of each token's parent among `tokens`, -1 for the root (the last known token). None: a chain.
         probs: [K, V] the distribution each token was drawn from; None where the draft is one-hot.
         confidence: the proposer's own estimate that each token stands, in (0, 1); None where it has none.
+        num_cached: drafted tokens, from the first on, whose keys and values are in the proposer's own cache: those
+            that are accepted need not be computed again there.
     """
 
     tokens: list[int]
@@ -31,6 +37,7 @@ class RequestDraft:
     parents: list[int] | None = None
     probs: Tensor | None = None
     confidence: list[float] | None = None
+    num_cached: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -55,6 +62,7 @@ class RequestDraft:
             None if self.parents is None else self.parents[:num_tokens],
             None if self.probs is None else self.probs[:num_tokens],
             None if self.confidence is None else self.confidence[:num_tokens],
+            min(self.num_cached, num_tokens),
         )
 
 
@@ -63,12 +71,60 @@ EMPTY_DRAFT = RequestDraft([])
 
 @dataclass(slots=True)
 class Draft:
-    """The drafts of one step, by request id. A request without an entry has an empty draft."""
+    """The drafts of one step, by request id. A request without an entry has an empty draft.
+
+    Attributes:
+        filled: (cache group, request id) -> known tokens of the request whose keys and values the proposer's cache
+            holds now; no entry where nothing was computed.
+    """
 
     by_request: dict[str, RequestDraft] = field(default_factory=dict)
+    filled: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def of(self, request_id: str) -> RequestDraft:
         return self.by_request.get(request_id, EMPTY_DRAFT)
+
+
+@dataclass(slots=True)
+class Grant:
+    """How far each request may draft in this step.
+
+    Blocks of a proposer's own cache group are set aside as far as there are any: `request.caches[place].blocks`.
+
+    Attributes:
+        requests, lengths: those that may draft, and how far. Others (prompts under way, requests about to end) must
+            not.
+        filling: requests whose prompts are under way and who may draft after them: a proposer may fill its cache with
+            the tokens that the target has computed.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    lengths: dict[str, int] = field(default_factory=dict)
+    filling: list[Request] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetInfo:
+    """What a proposer is made for.
+
+    Attributes:
+        name: of the model, for messages.
+        config, tokenizer: of the model.
+        max_model_len: longest request, tokens.
+        block_size: tokens a cache block.
+        max_num_batched_tokens: most rows of a step.
+        kv_dtype: of the target's keys and values.
+        packed: whether weights stay as the checkpoint stores them.
+    """
+
+    name: str
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    max_model_len: int
+    block_size: int
+    max_num_batched_tokens: int
+    kv_dtype: torch.dtype
+    packed: bool
 
 
 @dataclass(slots=True)
@@ -87,11 +143,22 @@ class DraftInputs:
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of running requests. A wrong guess costs time, never correctness."""
+    """Guesses the next tokens of running requests. A wrong guess costs time, never correctness.
+
+    Classes inherit what stands here for those that keep nothing: no taps, no cache, no state.
+    """
 
     name: str
-    hidden_taps: tuple[tuple[int, bool], ...]
+    hidden_taps: tuple[tuple[int, bool], ...] = ()
     """Target states to be handed to `observe`: (layer, after the final norm). () for none."""
+    group: GroupSpec | None = None
+    """The cache group of its own that it needs; None where it keeps no keys and values."""
+    notes: Sequence[str] = ()
+    """What the start-up log should say about it."""
+
+    def attach(self, place: int, memory: Tensor) -> None:
+        """Called once, before the first step, where there is a group: `request.caches[place]` are the blocks that a
+        request holds of it in `memory`, the pool of all groups, uint8 [bytes]."""
 
     def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
         """Drafts of at most `grant.lengths[id]` tokens; no entry, or an empty one, where nothing is worth trying."""
@@ -99,13 +166,11 @@ class Proposer(Protocol):
 
     def observe(self, plan: Plan, verdict: Verdict, hidden: Hidden | None) -> None:
         """Called once a step after verification and before anything is published, with the rows that stand."""
-        ...
 
     def forget(self, request_id: str) -> None:
         """The request finished, was aborted or was preempted: drop its state. Unknown ids are ignored."""
-        ...
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state held for all requests, for the memory figures."""
-        ...
+        """Bytes of state held for all requests, for the memory figures. Cache groups are not among them."""
+        return 0

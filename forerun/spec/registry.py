@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
-from forerun.spec.config import SpeculativeConfig
-from forerun.spec.proposer import Proposer
+from forerun.spec.config import MethodConfig, SpeculativeConfig
+from forerun.spec.control import Control, FixedLength
+from forerun.spec.proposer import Proposer, TargetInfo
+from forerun.spec.proposers.draft_loading import load_draft_model
+from forerun.spec.proposers.first import FirstOf, Member
 from forerun.spec.proposers.ngram import NgramProposer
-from forerun.spec.proposers.none import EmptyProposer
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.verifier import Verifier
 from forerun.spec.verifiers.match import MatchVerifier
 
-PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
+WEIGHTLESS: dict[str, Callable[[MethodConfig], Proposer]] = {
     "ngram": NgramProposer.from_config,
     "suffix": SuffixProposer.from_config,
+}
+WITH_WEIGHTS: dict[str, Callable[[MethodConfig, TargetInfo, str], Proposer]] = {
+    "draft_model": load_draft_model,
 }
 VERIFIERS: dict[str, Callable[[], Verifier]] = {"match": MatchVerifier}
 
 
-def make_proposer(config: SpeculativeConfig | None) -> Proposer:
-    return EmptyProposer() if config is None else PROPOSERS[config.method](config)
+def make_proposer(config: SpeculativeConfig | None, target: TargetInfo) -> FirstOf:
+    """All proposers of a configuration, loaded. Without one: nothing is ever drafted."""
+    members: list[Member] = []
+    seen: Counter[str] = Counter()
+    for method in config.methods if config else ():
+        seen[method.method] += 1
+        if method.method in WEIGHTLESS:
+            proposer = WEIGHTLESS[method.method](method)
+        else:
+            number = f"-{seen[method.method]}" if seen[method.method] > 1 else ""
+            proposer = WITH_WEIGHTS[method.method](method, target, method.method + number)
+        members.append(Member(proposer, method.num_speculative_tokens, method.min_draft_tokens))
+    return FirstOf(members)
 
 
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:
     return MatchVerifier() if config is None else VERIFIERS[config.rejection_sample_method]()
+
+
+def make_control(config: SpeculativeConfig | None) -> Control:
+    return FixedLength(config.num_speculative_tokens if config else 0)

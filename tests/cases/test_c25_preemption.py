@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forerun.engine.engine import Engine
-from forerun.engine.plan import Grant
+from forerun.spec.proposer import Grant
 from forerun.request import SamplingParams
 from forerun.sampling.batch import SamplingBatch
 from forerun.spec.proposer import Draft, DraftInputs, RequestDraft

@@ -83,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for s in plan.scheduled:
             assert s.start == s.request.num_computed_tokens
             assert len(s.draft) <= grant.lengths.get(s.request.request_id, 0)
-            assert s.start + s.num_rows <= len(s.request.block_tables[0]) * BLOCK_SIZE, "a row has no slot"
+            assert s.start + s.num_rows <= len(s.request.caches[0].blocks) * BLOCK_SIZE, "a row has no slot"
             if s.samples:
                 verdict.by_request[s.request.request_id] = self._verify(data, s.request, s.draft)
         scheduler.commit(plan, verdict)

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.engine.plan import Grant, Plan, ScheduledRequest
+from forerun.engine.plan import Plan, ScheduledRequest
+from forerun.spec.proposer import Grant
 from forerun.request import Request, SamplingParams
 from forerun.spec.config import SpeculativeConfig
 from forerun.spec.proposer import Draft, DraftInputs

@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from forerun.spec.proposer import Draft, DraftInputs, RequestDraft
+from forerun.spec.proposer import Draft, DraftInputs, Proposer, RequestDraft
 
 if TYPE_CHECKING:
-    from forerun.engine.plan import Grant, Hidden, Plan
+    from forerun.engine.plan import Hidden, Plan
+    from forerun.spec.proposer import Grant
     from forerun.request import Request
     from forerun.spec.config import SpeculativeConfig
     from forerun.spec.verifier import Verdict
@@ -40,15 +41,12 @@ class HistoryIndex(Protocol):
     def num_bytes(self) -> int: ...
 
 
-class HistoryProposer(ABC):
+class HistoryProposer(Proposer, ABC):
     """What n-gram and suffix proposers share: an index for each request, extended by what is new since the last call.
 
     `observe` extends it along with the chunks of the prompt, `propose` by the tokens of the last step. A request whose
     history is not indexed to its end yet (see `MAX_INDEXED_PER_CALL`) has no draft, one that may not draft no index.
     """
-
-    name: str
-    hidden_taps: tuple[tuple[int, bool], ...] = ()
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens

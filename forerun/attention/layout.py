@@ -1,0 +1,87 @@
+"""From the tokens that a pass computes to where they lie in the cache and which tiles read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forerun.attention.interface import QueryTile, StepLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of one sequence that a pass computes: a row each.
+
+    Attributes:
+        token_ids: consecutive tokens; the last of them may be the nodes of a tree.
+        start: position of the first.
+        blocks: the sequence's blocks, with room for all rows. The row after `start + i` tokens lies at slot
+            `start + i`, wherever its branch stands in the tree.
+        parents: of the last rows, the index of each one's parent among them, -1 for the row before them; () where all
+            rows are a chain.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    parents: Sequence[int] = ()
+
+    @property
+    def num_chained(self) -> int:
+        return len(self.token_ids) - len(self.parents)
+
+    @property
+    def positions(self) -> list[int]:
+        root = self.start + self.num_chained - 1
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return [*range(self.start, root + 1), *(root + depth for depth in depths)]
+
+    def slots(self, block_size: int) -> list[int]:
+        places = range(self.start, self.start + len(self.token_ids))
+        return [self.blocks[p // block_size] * block_size + p % block_size for p in places]
+
+
+def lay_out(segments: Iterable[Segment], *, block_size: int, row_tile: int) -> StepLayout:
+    """Rows follow one another in the order of the segments."""
+    slots: list[int] = []
+    tiles: list[QueryTile] = []
+    for segment in segments:
+        first_row = len(slots)
+        slots += segment.slots(block_size)
+        tiles += _tiles(segment, first_row, slots[first_row:], row_tile)
+    return StepLayout(torch.tensor(slots, dtype=torch.int64), tiles)
+
+
+def _tiles(segment: Segment, first_row: int, slots: list[int], row_tile: int) -> Iterator[QueryTile]:
+    chained = segment.num_chained
+    for start in range(0, chained, row_tile):
+        rows = range(first_row + start, first_row + min(start + row_tile, chained))
+        yield QueryTile(rows, segment.start + start, segment.blocks)
+    known = segment.start + chained
+    for path, first_new in _paths(segment.parents):
+        path_slots = [slots[chained + node] for node in path]
+        for start in range(first_new, len(path), row_tile):
+            nodes = path[start : start + row_tile]
+            rows_of_path = [first_row + chained + node for node in nodes]
+            num_seen = start + len(nodes)
+            yield QueryTile(rows_of_path, known + start, segment.blocks, known, path_slots[:num_seen])
+
+
+def _paths(parents: Sequence[int]) -> Iterator[tuple[list[int], int]]:
+    """Root-to-leaf paths that cover every node, each with the place of its first node that no earlier path has."""
+    inner = set(parents)
+    covered: set[int] = set()
+    for leaf in range(len(parents)):
+        if leaf in inner:
+            continue
+        path = [leaf]
+        while (node := parents[path[-1]]) >= 0:
+            path.append(node)
+        path.reverse()
+        first_new = next(place for place, node in enumerate(path) if node not in covered)
+        covered.update(path)
+        yield path, first_new

@@ -1,0 +1,74 @@
+"""A model together with the cache group that holds its keys and values: what the target and every draft model run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.attention import AttentionBackend, KVShape, Segment, lay_out
+from forerun.attention.native import NativeAttention
+from forerun.attention.reference import ReferenceAttention
+from forerun.kernels import native
+from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Attend, Decoder, DecoderOutput, Tap
+
+
+class Model(Protocol):
+    """What is needed of a model; `models.decoder.Decoder` is one, and so is the tests' scripted target."""
+
+    @property
+    def row_multiple(self) -> int: ...
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[Tap] = ()
+    ) -> DecoderOutput: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def kv_shape(config: DecoderConfig, block_size: int) -> KVShape:
+    return KVShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size)
+
+
+class PagedModel:
+    """Runs a model over segments of several sequences at once.
+
+    Args:
+        model: the network.
+        attention: the backend that owns the group's keys and values.
+        block_size: tokens a block.
+    """
+
+    def __init__(self, model: Model, attention: AttentionBackend, block_size: int) -> None:
+        self.model = model
+        self.attention = attention
+        self.block_size = block_size
+
+    @classmethod
+    def over(cls, model: Decoder, memory: Tensor, kv_dtype: torch.dtype, block_size: int) -> PagedModel:
+        """With the fastest backend there is, over `memory`: the pool of all groups, uint8 [bytes]."""
+        backend = NativeAttention if native.available() else ReferenceAttention
+        shape = kv_shape(model.config, block_size)
+        return cls(model, backend(shape, model.config.num_heads, memory, kv_dtype), block_size)
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], taps: Sequence[Tap] = ()) -> DecoderOutput:
+        """One pass over all tokens of all segments: rows in their order, then padding to `row_multiple`."""
+        token_ids = [token for segment in segments for token in segment.token_ids]
+        positions = [position for segment in segments for position in segment.positions]
+        padding = [0] * (-len(token_ids) % self.model.row_multiple)
+        self.attention.begin(lay_out(segments, block_size=self.block_size, row_tile=self.attention.row_tile))
+        return self.model.forward(
+            torch.tensor(token_ids + padding, dtype=torch.int64),
+            torch.tensor(positions + padding, dtype=torch.int64),
+            self.attention.attend,
+            taps,
+        )
+
+    @torch.inference_mode()
+    def logits(self, output: DecoderOutput, rows: Sequence[int]) -> Tensor:
+        """[R, V] float32 of some rows of a pass."""
+        return self.model.logits(output.hidden[torch.tensor(rows, dtype=torch.int64)])

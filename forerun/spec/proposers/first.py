@@ -1,0 +1,90 @@
+"""Proposers that work together: each request gets the first draft that is not empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forerun.spec.proposer import Grant
+from forerun.spec.proposer import Draft, DraftInputs, Proposer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.engine.plan import Hidden, Plan
+    from forerun.memory.groups import GroupSpec
+    from forerun.spec.verifier import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A proposer and the bounds of its drafts: longer ones are cut before they are made, shorter ones are dropped."""
+
+    proposer: Proposer
+    max_tokens: int
+    min_tokens: int = 0
+
+
+class FirstOf:
+    """Asks its members in order, each for the requests that have no draft yet. Without members: plain decoding.
+
+    A request's own choice (`Request.draft_methods`) leaves members out for it.
+    """
+
+    def __init__(self, members: Sequence[Member] = ()) -> None:
+        self.members = members
+        self.name = ", ".join(member.proposer.name for member in members)
+        self.hidden_taps = tuple(dict.fromkeys(tap for member in members for tap in member.proposer.hidden_taps))
+
+    @property
+    def groups(self) -> list[GroupSpec]:
+        """The cache groups that the members need, in the order in which `attach` gives them their places."""
+        return [member.proposer.group for member in self.members if member.proposer.group is not None]
+
+    def attach(self, first_place: int, memory: Tensor) -> None:
+        """Give each member with a group its place among a request's caches, and the pool's memory, uint8 [bytes]."""
+        owners = [member.proposer for member in self.members if member.proposer.group is not None]
+        for place, proposer in enumerate(owners, first_place):
+            proposer.attach(place, memory)
+
+    @property
+    def notes(self) -> list[str]:
+        return [note for member in self.members for note in member.proposer.notes]
+
+    def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
+        draft = Draft()
+        for member in self.members:
+            own = self._grant_of(member, grant, draft)
+            if not own.requests and not own.filling:
+                continue
+            found = member.proposer.propose(DraftInputs(own.requests, inputs.target), own)
+            draft.filled |= found.filled
+            draft.by_request |= {
+                request_id: guess
+                for request_id, guess in found.by_request.items()
+                if guess.tokens and len(guess) >= member.min_tokens
+            }
+        return draft
+
+    def observe(self, plan: Plan, verdict: Verdict, hidden: Hidden | None) -> None:
+        for member in self.members:
+            member.proposer.observe(plan, verdict, hidden)
+
+    def forget(self, request_id: str) -> None:
+        for member in self.members:
+            member.proposer.forget(request_id)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(member.proposer.state_bytes for member in self.members)
+
+    @staticmethod
+    def _grant_of(member: Member, grant: Grant, draft: Draft) -> Grant:
+        """What of the step's grant is left for a member."""
+        name = member.proposer.name
+        requests = [
+            r for r in grant.requests if r.request_id not in draft.by_request and r.may_draft_with(name)
+        ]
+        lengths = {r.request_id: min(grant.lengths[r.request_id], member.max_tokens) for r in requests}
+        return Grant(requests, lengths, [r for r in grant.filling if r.may_draft_with(name)])

@@ -1,0 +1,141 @@
+"""Whether and how a draft model's token ids stand for the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ConfigError
+from forerun.models.tokenizer import Tokenizer
+
+FEWEST_SHARED_TOKENS = 100
+WORD_START_MARKS = ("\u0120", "\u2581")  # how byte-level and sentencepiece vocabularies write a leading space
+
+
+class SameVocabulary:
+    """One tokenizer on both sides; the models may pad their vocabularies differently.
+
+    Args:
+        size: ids below it may be drafted.
+        never: ids that may not (a mask token).
+    """
+
+    def __init__(self, size: int, never: Sequence[int] = ()) -> None:
+        self.size = size
+        self._never = [token for token in never if token < size]
+
+    def to_draft(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return token_ids
+
+    def to_target(self, token_id: int) -> int:
+        return token_id
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        """logits [R, V] of the draft model -> [R, size]: only what may be drafted."""
+        logits = logits[:, : self.size]
+        if self._never:
+            logits = logits.clone()
+            logits[:, self._never] = float("-inf")
+        return logits
+
+
+class SharedTokens:
+    """Two tokenizers: only tokens that are written alike on both sides are drafted; others enter the draft model as
+    its unknown token.
+
+    Source: token-level intersection, Timor et al. 2025, arXiv 2502.05202; the rules for strings are those of vLLM.
+
+    Args:
+        target, draft: the tokenizers.
+        target_size, draft_size: ids that the models know.
+    Raises:
+        ConfigError: the draft's tokenizer has neither an unknown nor an end token, or too little is shared.
+    """
+
+    def __init__(self, target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int) -> None:
+        fallback = _fallback_id(draft)
+        self.warnings = [] if draft.hf.unk_token_id is not None else [
+            f"the draft's tokenizer has no unknown token: {fallback}, its end token, stands for tokens that it lacks"
+        ]
+        draft_ids = {text: i for text, i in _normalised(draft).items() if i < draft_size}
+        shared = {
+            draft_ids[text]: i for text, i in _normalised(target).items() if i < target_size and text in draft_ids
+        }
+        self.num_shared = len(shared)
+        self.shares = self.num_shared / target.vocab_size, self.num_shared / draft.vocab_size
+        if self.num_shared < FEWEST_SHARED_TOKENS:
+            raise ConfigError(
+                f"use_heterogeneous_vocab: target and draft share {self.num_shared} tokens of {target.vocab_size} and "
+                f"{draft.vocab_size}, and at least {FEWEST_SHARED_TOKENS} are needed: take another draft model"
+            )
+        self._to_target = shared
+        self._to_draft = [fallback] * target_size
+        for draft_id, target_id in shared.items():
+            self._to_draft[target_id] = draft_id
+        self._forbidden = torch.ones(draft_size, dtype=torch.bool)
+        self._forbidden[list(shared)] = False
+
+    def to_draft(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return [self._to_draft[token] for token in token_ids]
+
+    def to_target(self, token_id: int) -> int:
+        return self._to_target[token_id]
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        return logits.masked_fill(self._forbidden[: logits.shape[1]], float("-inf"))
+
+
+Vocabulary = SameVocabulary | SharedTokens
+
+
+def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, draft_name: str) -> list[str]:
+    """Warnings about two tokenizers that give ids the same texts.
+
+    Raises:
+        ConfigError: an id has two texts; names the first such id and both.
+    """
+    target_texts, draft_texts = _texts(target), _texts(draft)
+    for token_id in sorted(target_texts.keys() & draft_texts.keys()):
+        if target_texts[token_id] != draft_texts[token_id]:
+            raise ConfigError(
+                f"draft model {draft_name!r} has another tokenizer: id {token_id} is {target_texts[token_id]!r} to the "
+                f"target and {draft_texts[token_id]!r} to the draft; take a draft of the target's family, or set "
+                '"use_heterogeneous_vocab": true'
+            )
+    if target.hf.eos_token_id != draft.hf.eos_token_id:
+        return [
+            f"target and draft end their texts with different tokens ({target.hf.eos_token_id} and "
+            f"{draft.hf.eos_token_id}): the draft may be wrong about ends"
+        ]
+    return []
+
+
+def _texts(tokenizer: Tokenizer) -> dict[int, str]:
+    return {token_id: text for text, token_id in tokenizer.hf.get_vocab().items()}
+
+
+def _fallback_id(tokenizer: Tokenizer) -> int:
+    for token_id in (tokenizer.hf.unk_token_id, tokenizer.hf.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    raise ConfigError("use_heterogeneous_vocab: the draft's tokenizer has neither an unknown nor an end token")
+
+
+def _normalised(tokenizer: Tokenizer) -> dict[str, int]:
+    """Text -> id with a leading space written as a space; of two ids that come to be alike the lower one stays."""
+    marks = _word_start_marks(tokenizer)
+    texts: dict[str, int] = {}
+    for token_id, text in sorted(_texts(tokenizer).items()):
+        mark = next((mark for mark in marks if text.startswith(mark)), "")
+        texts.setdefault(" " + text[len(mark) :] if mark else text, token_id)
+    return texts
+
+
+def _word_start_marks(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """How this vocabulary writes a leading space."""
+    pieces = tokenizer.hf.convert_ids_to_tokens(tokenizer.encode(" a", add_special_tokens=False))
+    if pieces and len(pieces[0]) > 1 and pieces[0].endswith("a"):
+        return (pieces[0][:-1],)
+    return WORD_START_MARKS
