@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from forerun.spec.config import SpeculativeConfig
+from forerun.errors import ConfigError
+from forerun.spec.config import MethodConfig, SpeculativeConfig
 from forerun.spec.proposer import Proposer
 from forerun.spec.proposers.ngram import NgramProposer
 from forerun.spec.proposers.none import EmptyProposer
@@ -12,7 +13,7 @@ from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.verifier import Verifier
 from forerun.spec.verifiers.match import MatchVerifier
 
-PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
+PROPOSERS: dict[str, Callable[[MethodConfig], Proposer]] = {
     "ngram": NgramProposer.from_config,
     "suffix": SuffixProposer.from_config,
 }
@@ -20,7 +21,18 @@ VERIFIERS: dict[str, Callable[[], Verifier]] = {"match": MatchVerifier}
 
 
 def make_proposer(config: SpeculativeConfig | None) -> Proposer:
-    return EmptyProposer() if config is None else PROPOSERS[config.method](config)
+    """
+    Raises:
+        ConfigError: a method whose proposer is not there yet, or several methods.
+    """
+    if config is None:
+        return EmptyProposer()
+    if len(config.methods) > 1:
+        raise ConfigError(f"several methods ({', '.join(config.method_names)}) cannot be combined yet: give one")
+    method = config.methods[0]
+    if method.method not in PROPOSERS:
+        raise ConfigError(f"the proposer of method {method.method!r} is not there yet; there: {', '.join(PROPOSERS)}")
+    return PROPOSERS[method.method](method)
 
 
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:
