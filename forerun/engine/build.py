@@ -27,8 +27,9 @@ from forerun.models.decoder import Decoder
 from forerun.models.loading import load_model, read_config
 from forerun.models.paged import PagedModel, kv_shape
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
+from forerun.spec.control import make_control
 from forerun.spec.proposer import TargetInfo
-from forerun.spec.registry import make_control, make_proposer, make_verifier
+from forerun.spec.registry import make_proposer, make_verifier
 
 KV_DTYPE = torch.float32
 

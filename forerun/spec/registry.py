@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from forerun.spec.config import MethodConfig, SpeculativeConfig
-from forerun.spec.control import Control, FixedLength
 from forerun.spec.proposer import Proposer, TargetInfo
 from forerun.spec.proposers.draft_loading import load_draft_model
 from forerun.spec.proposers.first import FirstOf, Member
@@ -43,6 +42,3 @@ def make_proposer(config: SpeculativeConfig | None, target: TargetInfo) -> First
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:
     return MatchVerifier() if config is None else VERIFIERS[config.rejection_sample_method]()
 
-
-def make_control(config: SpeculativeConfig | None) -> Control:
-    return FixedLength(config.num_speculative_tokens if config else 0)

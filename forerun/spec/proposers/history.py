@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forerun.engine.plan import Hidden, Plan
     from forerun.spec.proposer import Grant
     from forerun.request import Request
-    from forerun.spec.config import SpeculativeConfig
+    from forerun.spec.config import MethodConfig
     from forerun.spec.verifier import Verdict
 
 # Most tokens of history that one call of `propose` or `observe` indexes, so that a long prompt found in the prefix
@@ -54,7 +54,7 @@ class HistoryProposer(Proposer, ABC):
 
     @classmethod
     @abstractmethod
-    def from_config(cls, config: SpeculativeConfig) -> HistoryProposer: ...
+    def from_config(cls, config: MethodConfig) -> HistoryProposer: ...
 
     @abstractmethod
     def new_index(self) -> HistoryIndex: ...
