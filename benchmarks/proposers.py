@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.engine.plan import Plan, ScheduledRequest
-from forerun.spec.proposer import Grant
 from forerun.request import Request, SamplingParams
-from forerun.spec.proposer import DraftInputs
+from forerun.spec.proposer import DraftInputs, Grant
 from forerun.spec.proposers.history import HistoryProposer
 from forerun.spec.proposers.ngram import NgramProposer
 from forerun.spec.proposers.suffix import SuffixProposer

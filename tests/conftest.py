@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.methods import DraftModels
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,3 +27,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_engine import save_tiny_target
 
     return save_tiny_target(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture(scope="session")
+def draft_models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> DraftModels:
+    """Draft models for `tiny_model`."""
+    from tests.methods import save_draft_models
+
+    return save_draft_models(tiny_model, tmp_path_factory.mktemp("drafts"))

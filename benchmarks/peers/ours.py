@@ -85,7 +85,9 @@ class Target:
         num_blocks = -(-(len(tokens) + num_drafted) // self._engine.scheduler.block_size)
         blocks = self._engine.scheduler.target.allocate(num_blocks)
         assert blocks is not None, "the KV cache is too small: raise --kv-cache-mib"
-        return Request("probe", list(tokens), len(tokens), SamplingParams(temperature=0), 0, caches=[RequestCache(blocks)])
+        return Request(
+            "probe", list(tokens), len(tokens), SamplingParams(temperature=0), 0, caches=[RequestCache(blocks)]
+        )
 
     def _tokens(self, count: int) -> list[int]:
         return random.Random(count).choices(range(self._engine.info().vocab_size), k=count)

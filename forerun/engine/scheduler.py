@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from forerun.engine.cache import BlockHash, CacheGroup, CachePool, hash_block
 from forerun.engine.plan import Plan, ScheduledRequest
-from forerun.spec.proposer import Grant
 from forerun.request import FinishReason, Request, RequestCache
-from forerun.spec.proposer import EMPTY_DRAFT, Draft, RequestDraft
+from forerun.spec.proposer import EMPTY_DRAFT, Draft, Grant, RequestDraft
 from forerun.spec.verifier import RequestVerdict, Verdict
 
 

@@ -1,4 +1,4 @@
-"""A model together with the cache group that holds its keys and values: what the target and every draft model run on."""
+"""A model with the cache group that holds its keys and values: what the target and every draft model run on."""
 
 from __future__ import annotations
 

@@ -159,6 +159,7 @@ class Proposer(Protocol):
     def attach(self, place: int, memory: Tensor) -> None:
         """Called once, before the first step, where there is a group: `request.caches[place]` are the blocks that a
         request holds of it in `memory`, the pool of all groups, uint8 [bytes]."""
+        return None
 
     def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
         """Drafts of at most `grant.lengths[id]` tokens; no entry, or an empty one, where nothing is worth trying."""
@@ -166,9 +167,11 @@ class Proposer(Protocol):
 
     def observe(self, plan: Plan, verdict: Verdict, hidden: Hidden | None) -> None:
         """Called once a step after verification and before anything is published, with the rows that stand."""
+        return None
 
     def forget(self, request_id: str) -> None:
         """The request finished, was aborted or was preempted: drop its state. Unknown ids are ignored."""
+        return None
 
     @property
     def state_bytes(self) -> int:

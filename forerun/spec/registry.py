@@ -41,4 +41,3 @@ def make_proposer(config: SpeculativeConfig | None, target: TargetInfo) -> First
 
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:
     return MatchVerifier() if config is None else VERIFIERS[config.rejection_sample_method]()
-

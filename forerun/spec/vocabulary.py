@@ -56,9 +56,11 @@ class SharedTokens:
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int) -> None:
         fallback = _fallback_id(draft)
-        self.warnings = [] if draft.hf.unk_token_id is not None else [
-            f"the draft's tokenizer has no unknown token: {fallback}, its end token, stands for tokens that it lacks"
-        ]
+        self.warnings: list[str] = []
+        if draft.hf.unk_token_id is None:
+            self.warnings.append(
+                f"the draft's tokenizer has no unknown token: {fallback}, its end token, stands for what it lacks"
+            )
         draft_ids = {text: i for text, i in _normalised(draft).items() if i < draft_size}
         shared = {
             draft_ids[text]: i for text, i in _normalised(target).items() if i < target_size and text in draft_ids

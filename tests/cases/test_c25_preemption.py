@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from forerun.engine.engine import Engine
-from forerun.spec.proposer import Grant
 from forerun.request import SamplingParams
 from forerun.sampling.batch import SamplingBatch
-from forerun.spec.proposer import Draft, DraftInputs, RequestDraft
+from forerun.spec.proposer import Draft, DraftInputs, Grant, RequestDraft
 from forerun.spec.verifier import Verdict
 from tests.cases.conftest import MakeEngine, Reference
 from tests.cases.material import prompt_of

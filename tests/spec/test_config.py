@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import ConfigError
-from forerun.spec.config import MAX_METHODS, MethodConfig, SpeculativeConfig
-from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, MTP_ALIASES, NOT_METHODS, SERVED_METHODS, Status, keys_of
+from forerun.spec.config import SpeculativeConfig
+from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, MTP_ALIASES, NOT_METHODS, SERVED_METHODS, Status
 from forerun.spec.refusal import show
 from forerun.spec.schema import json_schema
 from forerun.spec.source import MAX_FILE_BYTES

@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.engine.plan import Plan, ScheduledRequest
-from forerun.spec.proposer import Grant
 from forerun.request import Request, SamplingParams
 from forerun.spec import keys
 from forerun.spec.config import MethodConfig
-from forerun.spec.proposer import Draft, DraftInputs
+from forerun.spec.proposer import Draft, DraftInputs, Grant
 from forerun.spec.proposers import history, ngram
 from forerun.spec.proposers.ngram import NgramIndex, NgramProposer
 from forerun.spec.verifier import Verdict

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.engine.plan import Plan, ScheduledRequest
-from forerun.spec.proposer import Grant
 from forerun.request import Request, SamplingParams
 from forerun.spec.config import MethodConfig
-from forerun.spec.proposer import Draft, DraftInputs
+from forerun.spec.proposer import Draft, DraftInputs, Grant
 from forerun.spec.proposers import history
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.suffix_tree import Speculation, SuffixTree

@@ -119,8 +119,9 @@ class DraftModelProposer(Proposer):
             segments.append(Segment(token_ids, cache.num_tokens, cache.blocks))
         if segments:
             output = self._paged.forward(segments)
-            logits = self._paged.logits(output, rows) if jobs else torch.empty(0)
-            self._draft(jobs, logits)
+            if jobs:
+                make = self._draft_one_by_one if self._mask_token_id is None else self._draft_at_once
+                make(jobs, self._paged.logits(output, rows))
         draft.by_request = {job.request.request_id: job.result(self.name) for job in jobs}
         return draft
 
@@ -142,23 +143,24 @@ class DraftModelProposer(Proposer):
     def _masks(self, length: int) -> list[int]:
         return [] if self._mask_token_id is None else [self._mask_token_id] * (length - 1)
 
-    def _draft(self, jobs: Sequence[Job], logits: Tensor) -> None:
-        """Fill the jobs. logits: of the rows after the known tokens, and of the masks where there are any."""
-        if self._mask_token_id is not None:
-            active = [(job, rows) for job, rows in zip(jobs, logits.split([job.length for job in jobs]), strict=True)]
-            while active:
-                self._choose([job for job, _ in active], torch.stack([rows[len(job.tokens)] for job, rows in active]))
-                active = [(job, rows) for job, rows in active if len(job.tokens) < job.length]
-            return
+    def _draft_one_by_one(self, jobs: Sequence[Job], logits: Tensor) -> None:
+        """logits: [B, V], of each job's last known token."""
         active = self._choose(jobs, logits)
         while active:
-            segments = []
+            segments: list[Segment] = []
             for job in active:
                 blocks = job.request.caches[self._place].blocks
                 segments.append(Segment(job.draft_ids[-1:], job.request.num_tokens + job.num_cached, blocks))
                 job.num_cached += 1
             output = self._paged.forward(segments)
             active = self._choose(active, self._paged.logits(output, range(len(active))))
+
+    def _draft_at_once(self, jobs: Sequence[Job], logits: Tensor) -> None:
+        """logits: [rows, V], of each job's last known token and its masks."""
+        active = list(zip(jobs, logits.split_with_sizes([job.length for job in jobs]), strict=True))
+        while active:
+            self._choose([job for job, _ in active], torch.stack([rows[len(job.tokens)] for job, rows in active]))
+            active = [(job, rows) for job, rows in active if len(job.tokens) < job.length]
 
     def _choose(self, jobs: Sequence[Job], logits: Tensor) -> list[Job]:
         """Append a token to each job, from its row of logits [B, V]; those that are to go on."""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forerun.spec.proposer import Grant
-from forerun.spec.proposer import Draft, DraftInputs, Proposer
+from forerun.spec.proposer import Draft, DraftInputs, Grant, Proposer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +25,7 @@ class Member:
     min_tokens: int = 0
 
 
-class FirstOf:
+class FirstOf(Proposer):
     """Asks its members in order, each for the requests that have no draft yet. Without members: plain decoding.
 
     A request's own choice (`Request.draft_methods`) leaves members out for it.
@@ -35,6 +34,7 @@ class FirstOf:
     def __init__(self, members: Sequence[Member] = ()) -> None:
         self.members = members
         self.name = ", ".join(member.proposer.name for member in members)
+        self.notes = [note for member in members for note in member.proposer.notes]
         self.hidden_taps = tuple(dict.fromkeys(tap for member in members for tap in member.proposer.hidden_taps))
 
     @property
@@ -42,15 +42,11 @@ class FirstOf:
         """The cache groups that the members need, in the order in which `attach` gives them their places."""
         return [member.proposer.group for member in self.members if member.proposer.group is not None]
 
-    def attach(self, first_place: int, memory: Tensor) -> None:
-        """Give each member with a group its place among a request's caches, and the pool's memory, uint8 [bytes]."""
+    def attach(self, place: int, memory: Tensor) -> None:
+        """Give the members with a group their places among a request's caches, from `place` on, in their order."""
         owners = [member.proposer for member in self.members if member.proposer.group is not None]
-        for place, proposer in enumerate(owners, first_place):
-            proposer.attach(place, memory)
-
-    @property
-    def notes(self) -> list[str]:
-        return [note for member in self.members for note in member.proposer.notes]
+        for own_place, proposer in enumerate(owners, place):
+            proposer.attach(own_place, memory)
 
     def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
         draft = Draft()
@@ -83,8 +79,6 @@ class FirstOf:
     def _grant_of(member: Member, grant: Grant, draft: Draft) -> Grant:
         """What of the step's grant is left for a member."""
         name = member.proposer.name
-        requests = [
-            r for r in grant.requests if r.request_id not in draft.by_request and r.may_draft_with(name)
-        ]
+        requests = [r for r in grant.requests if r.request_id not in draft.by_request and r.may_draft_with(name)]
         lengths = {r.request_id: min(grant.lengths[r.request_id], member.max_tokens) for r in requests}
         return Grant(requests, lengths, [r for r in grant.filling if r.may_draft_with(name)])

@@ -11,9 +11,9 @@ from forerun.spec.proposer import Draft, DraftInputs, Proposer, RequestDraft
 
 if TYPE_CHECKING:
     from forerun.engine.plan import Hidden, Plan
-    from forerun.spec.proposer import Grant
     from forerun.request import Request
     from forerun.spec.config import MethodConfig
+    from forerun.spec.proposer import Grant
     from forerun.spec.verifier import Verdict
 
 # Most tokens of history that one call of `propose` or `observe` indexes, so that a long prompt found in the prefix
