@@ -113,7 +113,7 @@ def engines(tiny_model: Path, ref: Reference) -> Iterator[MakeEngine]:
         assert engine.scheduler.target.num_used == 0
         assert engine.proposer.state_bytes < IDLE_PROPOSER_BYTES
         (again,) = run(engine, [PLAIN])  # checks integrity at each step, and that no block is held afterwards
-        if hasattr(engine.runner.model, "next_token"):
+        if hasattr(engine.runner.target.model, "next_token"):
             assert len(again.token_ids) == PLAIN[1].max_tokens
         else:
             assert again.key == ref(*PLAIN).key

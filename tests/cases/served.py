@@ -69,7 +69,9 @@ def use_self_draft(engine: Engine, model: str, length: int) -> ScriptedProposer:
 
 def use_loop(engine: Engine, loop: list[int]) -> None:
     """Put a model in the target's place that says `loop` over and over: after position p comes loop[p + 1]."""
-    engine.runner.model = ScriptedTarget(lambda _, position: loop[(position + 1) % len(loop)], engine.info().vocab_size)
+    engine.runner.target.model = ScriptedTarget(
+        lambda _, position: loop[(position + 1) % len(loop)], engine.info().vocab_size
+    )
 
 
 def byte_ids(tokenizer: Tokenizer) -> dict[int, int]:

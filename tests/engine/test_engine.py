@@ -191,8 +191,8 @@ class TestNumbersThatAreNotFinite:
 
     def poisoned(self, tiny_model: Path, *spec: object) -> Engine:
         engine = make_engine(tiny_model, *spec)  # type: ignore[arg-type]
-        engine.runner.model.embedding = engine.runner.model.embedding.clone()  # type: ignore[attr-defined]
-        engine.runner.model.embedding[self.BAD] = float("nan")  # type: ignore[attr-defined]
+        engine.runner.target.model.embedding = engine.runner.target.model.embedding.clone()  # type: ignore[attr-defined]
+        engine.runner.target.model.embedding[self.BAD] = float("nan")  # type: ignore[attr-defined]
         return engine
 
     def test_end_their_request_with_an_error(self, tiny_model: Path) -> None:

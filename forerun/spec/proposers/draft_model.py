@@ -54,7 +54,7 @@ class DraftModelProposer(Proposer):
         kv_dtype: of its keys and values.
         vocabulary: how its ids stand for the target's.
         target_size: of the target's vocabulary, for the width of `RequestDraft.probs`.
-        max_rows: most known tokens computed in a step to fill the cache; a request with more to fill waits.
+        max_rows: most tokens computed in a step to fill the cache with prompts and after pauses; what is left waits.
         sample_method: "greedy": the most likely token; "coupled": drawn from the draft's own processed distribution
             with the target's noise; "probabilistic": the same with noise of its own, and the distribution is kept.
         min_prob: a draft ends before a token that the model itself gives less than this.
@@ -102,11 +102,14 @@ class DraftModelProposer(Proposer):
         segments: list[Segment] = []
         rows: list[int] = []  # of the pass, whose logits give the jobs' first tokens
         num_rows = 0
+        budget = self._max_rows
         for request, end, length in self._work(grant):
             cache = request.caches[self._place]
-            end = min(end, cache.num_tokens + self._max_rows - num_rows)
+            usual = length + 1 if length else 0  # what a draft leaves to be caught up with, and more
+            end = min(end, cache.num_tokens + usual + budget)
             if end <= cache.num_tokens:
                 continue
+            budget -= max(0, end - cache.num_tokens - usual)
             token_ids = list(self._vocabulary.to_draft(request.token_ids[cache.num_tokens : end]))
             draft.filled[self._place, request.request_id] = end
             num_rows += len(token_ids)
