@@ -210,7 +210,7 @@ class Request:
     max_tokens: int = 16  # params.max_tokens, cut to what the model's length leaves
     eos_token_ids: frozenset[int] = frozenset()
     max_draft_tokens: int | None = None  # the request's own bound on drafts; 0 switches them off
-    draft_methods: tuple[str, ...] | None = None  # proposers that may draft for it; None: all
+    draft_methods: tuple[str, ...] | None = None  # the methods that may draft for it; None: all
     arrival: int = 0  # order of arrival: the last to come is the first to be preempted
     arrival_time: float = field(default_factory=time.monotonic)
 
@@ -238,8 +238,8 @@ class Request:
         """The prompt is computed: one known token is left to compute, and a draft may follow it."""
         return self.num_computed_tokens == self.num_tokens - 1
 
-    def may_draft_with(self, proposer: str) -> bool:
-        return self.draft_methods is None or proposer in self.draft_methods
+    def may_draft_with(self, method: str) -> bool:
+        return self.draft_methods is None or method in self.draft_methods
 
     @property
     def num_output_tokens(self) -> int:

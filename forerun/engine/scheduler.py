@@ -241,7 +241,7 @@ class Scheduler:
         """Blocks for the request's known tokens and its draft in each proposer's group, all of them or none."""
         known = request.num_tokens if request.decoding else request.num_computed_tokens
         for place, group in enumerate(self.pool.groups[1:], 1):
-            if not request.may_draft_with(group.spec.name):
+            if not request.may_draft_with(group.spec.method):
                 continue
             cache = request.caches[place]
             if not cache.blocks:

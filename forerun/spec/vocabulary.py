@@ -19,15 +19,17 @@ class SameVocabulary:
 
     Args:
         size: ids below it may be drafted.
-        never: ids that may not (a mask token).
+        draft_size: ids that the draft model knows; one beyond enters it as id 0.
+        never: ids that may not be drafted (a mask token).
     """
 
-    def __init__(self, size: int, never: Sequence[int] = ()) -> None:
+    def __init__(self, size: int, draft_size: int, never: Sequence[int] = ()) -> None:
         self.size = size
+        self._draft_size = draft_size
         self._never = [token for token in never if token < size]
 
     def to_draft(self, token_ids: Sequence[int]) -> Sequence[int]:
-        return token_ids
+        return [token if token < self._draft_size else 0 for token in token_ids]
 
     def to_target(self, token_id: int) -> int:
         return token_id

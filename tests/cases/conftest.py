@@ -98,7 +98,7 @@ def engines(tiny_model: Path, ref: Reference) -> Iterator[MakeEngine]:
         spec: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Engine:
-        config = None
+        config = spec
         if method in SPECS:
             config = SPECS[method] | {"num_speculative_tokens": k} | (spec or {})
         engine = make_engine(model, config, **settings)
@@ -110,7 +110,7 @@ def engines(tiny_model: Path, ref: Reference) -> Iterator[MakeEngine]:
     yield make
     for engine in made:
         assert not engine.has_work
-        assert engine.scheduler.target.num_used == 0
+        assert all(group.num_used == 0 for group in engine.scheduler.pool.groups)
         assert engine.proposer.state_bytes < IDLE_PROPOSER_BYTES
         (again,) = run(engine, [PLAIN])  # checks integrity at each step, and that no block is held afterwards
         if hasattr(engine.runner.target.model, "next_token"):

@@ -41,7 +41,7 @@ def load_draft_model(config: MethodConfig, target: TargetInfo, name: str) -> Dra
     mask = _mask_token_id(config, read_metadata(path), draft) if config.parallel_drafting else None
     vocabulary = _vocabulary(config, path, draft, target, mask, notes)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype or "auto", target.kv_dtype)
-    group = GroupSpec(name, kv_shape(draft, target.block_size).block_bytes(kv_dtype.itemsize), max_len)
+    group = GroupSpec(name, kv_shape(draft, target.block_size).block_bytes(kv_dtype.itemsize), max_len, config.method)
     started = time.perf_counter()
     model = load_model(path, torch.float32, max_len, packed=target.packed, quantization=config.quantization)
     notes.insert(
@@ -116,4 +116,4 @@ def _vocabulary(
     warnings = check_same_tokenizer(target.tokenizer, tokenizer, str(config.model))
     notes += [f"WARNING: {warning}" for warning in warnings]
     sizes = (draft.vocab_size, target.config.vocab_size, target.tokenizer.vocab_size)
-    return SameVocabulary(min(sizes), () if mask is None else (mask,))
+    return SameVocabulary(min(sizes), draft.vocab_size, () if mask is None else (mask,))

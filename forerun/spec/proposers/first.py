@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A proposer and the bounds of its drafts: longer ones are cut before they are made, shorter ones are dropped."""
+    """A proposer, the method that a request may name to have it, and the bounds of its drafts: longer ones are cut
+    before they are made, shorter ones are dropped."""
 
     proposer: Proposer
+    method: str
     max_tokens: int
     min_tokens: int = 0
 
@@ -78,7 +80,7 @@ class FirstOf(Proposer):
     @staticmethod
     def _grant_of(member: Member, grant: Grant, draft: Draft) -> Grant:
         """What of the step's grant is left for a member."""
-        name = member.proposer.name
-        requests = [r for r in grant.requests if r.request_id not in draft.by_request and r.may_draft_with(name)]
+        without = [r for r in grant.requests if r.request_id not in draft.by_request]
+        requests = [r for r in without if r.may_draft_with(member.method)]
         lengths = {r.request_id: min(grant.lengths[r.request_id], member.max_tokens) for r in requests}
-        return Grant(requests, lengths, [r for r in grant.filling if r.may_draft_with(name)])
+        return Grant(requests, lengths, [r for r in grant.filling if r.may_draft_with(member.method)])
