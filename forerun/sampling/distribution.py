@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.request import SamplingParams
-from forerun.sampling.noise import LEAST_NOISE, MOST_NOISE, gumbel
+from forerun.sampling.noise import LEAST_NOISE, MOST_NOISE, Stream, gumbel
 
 NEGATIVE_INFINITY = float("-inf")
 TOP_P_CANDIDATES = 1024
@@ -49,13 +49,16 @@ def _top_p_threshold(logprobs: Tensor, top_p: float) -> Tensor:
     return top[min(reached, top.shape[0] - 1)]
 
 
-def draw(logprobs: Tensor, seed: int, choice: int, position: int) -> int:
+def draw(logprobs: Tensor, seed: int, choice: int, position: int, stream: Stream = Stream.TARGET) -> int:
     """The token that wins at an output position: argmax of log-probability [V] plus its keyed Gumbel noise.
+
+    A draft that is drawn from its own distribution with the target's stream is coupled: the more alike the two
+    distributions are, the more often both draws are the same token. With the draft's stream they are independent.
 
     Noise is made for the tokens that can win: not for those filtered out, nor for those so unlikely that the most noise
     there is would not lift them over the likeliest token with the least.
     """
     hopeless = logprobs.max() - (MOST_NOISE - LEAST_NOISE + ROUNDING)
     token_ids = (logprobs > hopeless).nonzero().squeeze(1)
-    score = logprobs[token_ids].double() + gumbel(seed, choice, position, token_ids)
+    score = logprobs[token_ids].double() + gumbel(seed, choice, position, token_ids, stream)
     return int(token_ids[torch.argmax(score)])

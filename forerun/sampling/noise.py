@@ -6,7 +6,9 @@ Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 
 from __future__ import annotations
 
+import enum
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +17,18 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-TOKEN_STREAM = 0  # last counter word: which use the numbers are for
 MOST_NOISE = -math.log(-math.log(1 - 2.0**-33))  # about 22.9
 LEAST_NOISE = -math.log(33 * math.log(2))  # about -3.1
+
+Word = TypeVar("Word", int, Tensor)
+
+
+class Stream(enum.IntEnum):
+    """Which use random numbers are for: the counter's last word, so that streams are independent of one another."""
+
+    TARGET = 0  # the target's draws, and those of drafts that are coupled to them
+    DRAFT = 1  # a draft's own draws
+    ACCEPT = 2  # whether a drafted token is accepted
 
 
 def philox(counter: tuple[Tensor, int, int, int], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -30,7 +41,12 @@ def philox(counter: tuple[Tensor, int, int, int], key: tuple[int, int]) -> tuple
         Four int64 tensors [N] with values in [0, 2^32).
     """
     first, *rest = counter
-    c0, c1, c2, c3 = first, *(torch.full_like(first, word) for word in rest)
+    c1, c2, c3 = (torch.full_like(first, word) for word in rest)
+    return _rounds(first, c1, c2, c3, key)
+
+
+def _rounds(c0: Word, c1: Word, c2: Word, c3: Word, key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
+    """The generator itself, on tensors or, without their overhead, on four plain numbers."""
     k0, k1 = key
     for _ in range(ROUNDS):
         # int64 products wrap; their 64 bits are those of the unsigned product
@@ -45,8 +61,12 @@ def philox(counter: tuple[Tensor, int, int, int], key: tuple[int, int]) -> tuple
     return c0, c1, c2, c3
 
 
-def gumbel(seed: int, choice: int, position: int, token_ids: Tensor) -> Tensor:
-    """Gumbel noise of tokens at one output position: a pure function of seed, choice, position and token id.
+def _key(seed: int) -> tuple[int, int]:
+    return seed & MASK, (seed >> 32) & MASK
+
+
+def gumbel(seed: int, choice: int, position: int, token_ids: Tensor, stream: Stream = Stream.TARGET) -> Tensor:
+    """Gumbel noise of tokens at one output position: a pure function of seed, choice, position, stream and token id.
 
     Args:
         token_ids: [N] int64.
@@ -56,7 +76,13 @@ def gumbel(seed: int, choice: int, position: int, token_ids: Tensor) -> Tensor:
     span = int(token_ids.max()) // 4 + 1  # four tokens share a counter
     dense = token_ids.shape[0] > span
     counters = torch.arange(span) if dense else token_ids >> 2
-    words = torch.stack(philox((counters, position, choice, TOKEN_STREAM), (seed & MASK, (seed >> 32) & MASK)), dim=1)
+    words = torch.stack(philox((counters, position, choice, stream), _key(seed)), dim=1)
     own = words.flatten()[token_ids] if dense else words.gather(1, (token_ids & 3).unsqueeze(1)).squeeze(1)
     uniform = (own.double() + 0.5) / 2.0**32  # in (0, 1), never 0 or 1
     return -torch.log(-torch.log(uniform))
+
+
+def uniform(seed: int, choice: int, position: int, stream: Stream) -> float:
+    """One number in [0, 1), of 53 bits, at an output position: a pure function of its arguments."""
+    first, second, _, _ = _rounds(0, position, choice, int(stream), _key(seed))
+    return ((first << 21) | (second >> 11)) / 2.0**53

@@ -11,12 +11,13 @@ from forerun.spec.proposers.none import EmptyProposer
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.verifier import Verifier
 from forerun.spec.verifiers.match import MatchVerifier
+from forerun.spec.verifiers.standard import StandardVerifier
 
 PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
     "ngram": NgramProposer.from_config,
     "suffix": SuffixProposer.from_config,
 }
-VERIFIERS: dict[str, Callable[[], Verifier]] = {"match": MatchVerifier}
+VERIFIERS: dict[str, Callable[[], Verifier]] = {"match": MatchVerifier, "standard": StandardVerifier}
 
 
 def make_proposer(config: SpeculativeConfig | None) -> Proposer:
