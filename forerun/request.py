@@ -187,6 +187,7 @@ class Request:
     max_tokens: int = 16  # params.max_tokens, cut to what the model's length leaves
     eos_token_ids: frozenset[int] = frozenset()
     max_draft_tokens: int | None = None  # the request's own bound on drafts; 0 switches them off
+    draft_methods: tuple[str, ...] | None = None  # the methods that may draft for it; None: all
     arrival: int = 0  # order of arrival: the last to come is the first to be preempted
     arrival_time: float = field(default_factory=time.monotonic)
 
@@ -205,6 +206,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def decoding(self) -> bool:
+        """Its prompt is computed: one known token is left to compute, and it may draft."""
+        return self.num_computed_tokens == len(self.token_ids) - 1
 
     @property
     def num_output_tokens(self) -> int:

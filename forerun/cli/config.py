@@ -15,8 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from forerun.errors import ConfigError
-from forerun.spec.config import EXAMPLE, FLAG, SpeculativeConfig, json_schema
+from forerun.spec.config import SpeculativeConfig
 from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, NOT_METHODS, Key, Method, Status
+from forerun.spec.schema import json_schema
+from forerun.spec.source import EXAMPLE, FLAG
 
 _STYLES = {Status.SERVED: "green", Status.NOT_YET: "yellow", Status.NEVER: "red"}
 _SHORT_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "array": "list"}

@@ -176,7 +176,8 @@ def show(
 ) -> None:
     drawn = "greedy" if params.greedy else f"temperature {params.temperature}, seed {params.seed}"
     console.print(
-        f"{model}, {spec.method} with at most {spec.num_speculative_tokens} drafted tokens a step; {drawn}.\n"
+        f"{model}, {' then '.join(spec.method_names)} with at most {spec.num_speculative_tokens} drafted tokens a "
+        f"step; {drawn}.\n"
         f"One request at a time; median of {runs} runs each, in turns; tokens/s after the first token (no prefill).",
         highlight=False,
         soft_wrap=True,

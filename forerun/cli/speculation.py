@@ -14,8 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.spec.config import FLAG, SpeculativeConfig, add_shorthand, known_keys, read_object
-from forerun.spec.keys import KEYS, refuse, show
+from forerun.spec.config import SpeculativeConfig, add_shorthand, known_keys
+from forerun.spec.keys import KEYS
+from forerun.spec.refusal import refuse, show
+from forerun.spec.source import FLAG, read_object
 
 SpeculativeConfigOption = Annotated[
     str | None,

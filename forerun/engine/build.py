@@ -26,7 +26,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.loading import load_model, read_config
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
-from forerun.spec.control import FixedLength
+from forerun.spec.control import make_control
 from forerun.spec.registry import make_proposer, make_verifier
 
 KV_DTYPE = torch.float32
@@ -76,7 +76,7 @@ def build_engine(config: EngineConfig) -> Engine:
         ),
         proposer=proposer,
         verifier=make_verifier(spec),
-        control=FixedLength(spec.num_speculative_tokens if spec else 0),
+        control=make_control(spec),
         tokenizer=target.tokenizer,
         eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
         info=_info(config, target, pool, max_model_len),

@@ -83,7 +83,7 @@ class Engine:
     def step(self) -> StepOutput:
         """One pass of the target: every request in it advances by at least one token or one prompt chunk."""
         with self._clock.step:
-            grant = self.scheduler.reserve(self.control.lengths(self.scheduler.decoding))
+            grant = self.scheduler.reserve(self.control.lengths(self.scheduler.running))
             with self._clock.draft:
                 draft = self.proposer.propose(DraftInputs(grant.requests), grant)
             plan = self.scheduler.schedule(draft)
@@ -165,6 +165,7 @@ class Engine:
             max_tokens=min(new.params.max_tokens or room, room),
             eos_token_ids=self._eos_token_ids,
             max_draft_tokens=new.max_draft_tokens,
+            draft_methods=new.draft_methods,
             arrival=next(self._arrivals),
         )
         request.spec.num_spec_tokens = self._info.num_spec_tokens

@@ -21,6 +21,7 @@ class NewRequest(msgspec.Struct, tag="new"):
     choice: int = 0
     cache_salt: str = ""
     max_draft_tokens: int | None = None  # 0 switches drafting off for this request
+    draft_methods: tuple[str, ...] | None = None  # the methods that may draft for it; None: all
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -93,7 +93,7 @@ class Scheduler:
     @property
     def decoding(self) -> list[Request]:
         """Requests whose prompt is computed: each has one known token left to compute and may draft."""
-        return [r for r in self.running if r.num_computed_tokens == r.num_tokens - 1]
+        return [r for r in self.running if r.decoding]
 
     # -- the three calls of a step
 
@@ -103,7 +103,7 @@ class Scheduler:
         A draft takes no blocks of the target before it is made, and never preempts.
 
         Args:
-            lengths: how far each request may draft, at most.
+            lengths: how far each request may draft, at most; of requests that are not decoding it is ignored.
         """
         self._preempted = False
         for request in self.decoding:

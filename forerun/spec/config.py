@@ -1,17 +1,19 @@
 """`SpeculativeConfig`: what `--speculative-config` resolves to, or one line that says why it does not. No torch here.
 
-The keys and their bounds stand in `spec/keys.py`; here are the reading of JSON and the rules between keys.
+The keys and their bounds stand in `spec/keys.py`, the reading of text in `spec/source.py`; here are the rules between
+keys and how flat keys, lists of methods and objects in them become one `MethodConfig` a proposer.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
+from forerun.spec.batch_table import Table, clamp
+from forerun.spec.detect import suggested_method
 from forerun.spec.keys import (
     KEYS,
     METHOD_ALIASES,
@@ -20,71 +22,156 @@ from forerun.spec.keys import (
     SERVED_METHODS,
     Key,
     Status,
-    did_you_mean,
     keys_of,
-    printable,
-    quoted,
-    refuse,
-    show,
 )
+from forerun.spec.refusal import did_you_mean, quoted, refuse, show, within
+from forerun.spec.source import EXAMPLE, read_object
 
-FLAG = "--speculative-config"
-MAX_FILE_BYTES = 1 << 20
-EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5}'
 SHORTHANDS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
+MAX_METHODS = 8
+NGRAM_MOD_TOKENS = 64  # K of `ngram_mod` where none is given: llama.cpp's --spec-ngram-mod-n-max
 
 # A dotted path as vLLM reads one: two or more identifiers, no slash and no scheme.
 _DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+_OF_ATTRIBUTE = {key.attribute: key for key in KEYS.values()}
+
+
+def _default(name: str) -> Any:
+    return KEYS[name].default
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """How to draft, resolved: every value is one that is served, whichever way the object was made.
+class MethodConfig:
+    """One proposer: every value is resolved, and one that is served, whichever way the object was made.
 
-    Make one with `parse`. `resolved` gives it back as a dict, and `parse` of that gives an equal object.
+    A value of another method's key stays at its default.
 
     Attributes:
-        method: "ngram" or "suffix".
+        method: one of the served methods.
         num_speculative_tokens: K, most tokens drafted for a request in a step.
         prompt_lookup_min, prompt_lookup_max: length of the n-gram that is looked up (ngram).
         suffix_decoding_max_tree_depth: longest path in the tree, tokens (suffix).
         suffix_decoding_max_spec_factor: a match of m tokens drafts at most m times this many (suffix).
         suffix_decoding_min_token_prob: a draft ends where its estimated probability falls below this (suffix).
-        suffix_decoding_max_cached_requests: finished requests that drafts may copy from: 0 (suffix).
-        rejection_sample_method: "match".
-        warnings: what the user should know about how it was resolved; not part of equality.
+        suffix_decoding_max_cached_requests: finished answers that drafts may copy from (suffix).
+        ngram_mod_n_match: tokens of an n-gram (ngram_mod).
+        ngram_mod_n_min: shorter drafts are dropped (ngram_mod).
+        ngram_mod_pool_bytes: size of the pool (ngram_mod).
+        model, revision: the draft's directory, GGUF file or hub id, and the revision there (draft_model).
+        quantization: "int8", or None: as stored (draft_model).
+        kv_cache_dtype: of the draft's cache; None: the target's (draft_model).
+        max_model_len: longest context of the draft, tokens; None: what its checkpoint says (draft_model).
+        draft_sample_method: "greedy", "coupled" or "probabilistic" (draft_model).
+        draft_min_prob: a draft ends where the draft model's own probability falls below this (draft_model).
+        parallel_drafting: one pass drafts all K tokens (draft_model).
+        use_heterogeneous_vocab: the draft may have another tokenizer (draft_model).
+        min_draft_tokens: drafts of fewer tokens are not verified; the key is `draft_min_tokens` (draft_model).
 
     Raises:
-        ConfigError: a value that is wrong or not served.
+        ConfigError: a value that is wrong, not served or of another method, or values that contradict each other.
     """
 
     method: str
     num_speculative_tokens: int
-    prompt_lookup_min: int = KEYS["prompt_lookup_min"].default
-    prompt_lookup_max: int = KEYS["prompt_lookup_max"].default
-    suffix_decoding_max_tree_depth: int = KEYS["suffix_decoding_max_tree_depth"].default
-    suffix_decoding_max_spec_factor: float = KEYS["suffix_decoding_max_spec_factor"].default
-    suffix_decoding_min_token_prob: float = KEYS["suffix_decoding_min_token_prob"].default
-    suffix_decoding_max_cached_requests: int = KEYS["suffix_decoding_max_cached_requests"].default
-    rejection_sample_method: str = KEYS["rejection_sample_method"].default
-    warnings: tuple[str, ...] = field(default=(), compare=False)
+    prompt_lookup_min: int = _default("prompt_lookup_min")
+    prompt_lookup_max: int = _default("prompt_lookup_max")
+    suffix_decoding_max_tree_depth: int = _default("suffix_decoding_max_tree_depth")
+    suffix_decoding_max_spec_factor: float = _default("suffix_decoding_max_spec_factor")
+    suffix_decoding_min_token_prob: float = _default("suffix_decoding_min_token_prob")
+    suffix_decoding_max_cached_requests: int = _default("suffix_decoding_max_cached_requests")
+    ngram_mod_n_match: int = _default("ngram_mod_n_match")
+    ngram_mod_n_min: int = _default("ngram_mod_n_min")
+    ngram_mod_pool_bytes: int = _default("ngram_mod_pool_bytes")
+    model: str | None = None
+    revision: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    max_model_len: int | None = None
+    draft_sample_method: str = _default("draft_sample_method")
+    draft_min_prob: float = _default("draft_min_prob")
+    parallel_drafting: bool = _default("parallel_drafting")
+    use_heterogeneous_vocab: bool = _default("use_heterogeneous_vocab")
+    min_draft_tokens: int = _default("draft_min_tokens")
 
     def __post_init__(self) -> None:
         if self.method not in SERVED_METHODS:
             refuse(f"method={show(self.method)} is not served; served: {quoted(SERVED_METHODS)}")
         for f in fields(self):
-            if f.name not in ("method", "warnings"):
-                object.__setattr__(self, f.name, KEYS[f.name].check(getattr(self, f.name)))
-        if self.prompt_lookup_min > self.prompt_lookup_max:
+            key, value = _OF_ATTRIBUTE[f.name], getattr(self, f.name)
+            if key.belongs_to(self.method):
+                if value is not None:
+                    object.__setattr__(self, f.name, key.check(value))
+            elif f.name != "method" and value != f.default:
+                _refuse_foreign(key, value, self.method)
+        if self.kv_cache_dtype == "auto":
+            object.__setattr__(self, "kv_cache_dtype", None)
+        _RULES[self.method](self)
+
+    def resolved(self) -> dict[str, Any]:
+        """Every key that has an effect, as JSON values."""
+        values = {
+            key.name: getattr(self, key.attribute)
+            for key in keys_of(self.method)
+            if not key.no_effect and getattr(self, key.attribute) is not None
+        }
+        return {"method": self.method} | values
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How to draft, resolved.
+
+    Make one with `parse`. `resolved` gives it back as a dict, and `parse` of that gives an equal object.
+
+    Attributes:
+        methods: the proposers in the order in which they are asked: a request takes the first draft that is not empty.
+        rejection_sample_method: "match", or "standard" where a draft is probabilistic.
+        num_speculative_tokens_per_batch_size: ranges (start, end, K) of the number of decoding requests, without gaps;
+            beyond the last the last K holds. (): K whatever the number.
+        warnings: what the user should know about how it was resolved; not part of equality.
+
+    Raises:
+        ConfigError: a value that is wrong or not served, or values that contradict each other.
+    """
+
+    methods: tuple[MethodConfig, ...]
+    rejection_sample_method: str
+    num_speculative_tokens_per_batch_size: Table = ()
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.methods) <= MAX_METHODS:
+            refuse(f"method must name 1 to {MAX_METHODS} methods, got {len(self.methods)}")
+        for place, member in enumerate(self.methods):
+            if member in self.methods[:place]:
+                first = self.methods.index(member)
+                refuse(f"method[{place}] is the same as method[{first}], {show(member.resolved())}: leave one out")
+        rule = KEYS["rejection_sample_method"].check(self.rejection_sample_method)
+        object.__setattr__(self, "rejection_sample_method", self._rule(rule))
+        if self.num_speculative_tokens_per_batch_size:
+            table = KEYS["num_speculative_tokens_per_batch_size"].check(self.num_speculative_tokens_per_batch_size)
+            table, warnings = clamp(table, self.num_speculative_tokens)
+            object.__setattr__(self, "num_speculative_tokens_per_batch_size", table)
+            object.__setattr__(self, "warnings", (*self.warnings, *warnings))
+
+    def _rule(self, rule: str) -> str:
+        probabilistic = any(member.draft_sample_method == "probabilistic" for member in self.methods)
+        if rule == "match" and probabilistic:
             refuse(
-                f"prompt_lookup_min={self.prompt_lookup_min} must not be above "
-                f"prompt_lookup_max={self.prompt_lookup_max}"
+                'rejection_sample_method="match" does not go with draft_sample_method="probabilistic", whose drafts it '
+                'cannot judge: give "standard", or draft_sample_method="coupled"'
             )
-        if self.suffix_decoding_max_cached_requests > 0:
-            refuse(
-                f"suffix_decoding_max_cached_requests={self.suffix_decoding_max_cached_requests} is not served yet: "
-                "drafts copy from the request's own tokens only; leave it out or give 0"
-            )
+        return rule if probabilistic else "match"  # one-hot drafts: both accept the same, and match keeps the text
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K: the largest of the methods'."""
+        return max(member.num_speculative_tokens for member in self.methods)
+
+    @property
+    def method_names(self) -> tuple[str, ...]:
+        """The methods' names in their order, each once."""
+        return tuple(dict.fromkeys(member.method for member in self.methods))
 
     @classmethod
     def parse(
@@ -119,43 +206,107 @@ class SpeculativeConfig:
 
     def resolved(self) -> dict[str, Any]:
         """Every key that has an effect, as JSON values; `parse` reads it back."""
-        leave_out = ("model", "draft_sample_method")  # no model is loaded, and drafts are one-hot anyway
-        return {name: getattr(self, name) for name in keys_of(self.method) if name not in leave_out}
+        members = [member.resolved() for member in self.methods]
+        whole: dict[str, Any] = {"rejection_sample_method": self.rejection_sample_method}
+        if table := self.num_speculative_tokens_per_batch_size:
+            whole["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in table]
+        return (members[0] if len(members) == 1 else {"method": members}) | whole
 
     def to_json(self) -> str:
         """`resolved` as one line, for logs."""
         return json.dumps(self.resolved())
 
 
+# -- from known keys to an object
+
+
+@dataclass
+class _Member:
+    """One method as it was given: where it stands ("" alone), its name, its own keys."""
+
+    place: str
+    method: str
+    own: dict[str, Any]
+
+
 def _resolve(given: dict[str, Any]) -> SpeculativeConfig:
-    """From known keys to an object: method, owners of the keys, then values and defaults."""
     warnings: list[str] = []
-    method = _resolve_method(given, warnings)
-    for name, value in given.items():
-        _check_owner(KEYS[name], value, method)
-    _check_model(given.pop("model", None), method)
-    given.pop("method", None)
-    # Checked here too, so that a value is named as it was given, before another key takes its default from it.
-    values = {name: KEYS[name].check(value) for name, value in given.items()}
-    values.pop("draft_sample_method", None)
-    if method == "ngram":
-        _fill_ngram(values)
-    else:
-        _fill_suffix(values, warnings)
-    return SpeculativeConfig(method=method, warnings=tuple(warnings), **values)
+    flat = {name: value for name, value in given.items() if not KEYS[name].whole}
+    members = _members(given.get("method"), flat, warnings)
+    for name, value in flat.items():
+        _check_owner(KEYS[name], value, [member.method for member in members])
+        # Checked here too, so that a value is named as it was given, before another key takes its default from it.
+        flat[name] = KEYS[name].check(value)
+    whole = {name: KEYS[name].check(given[name]) for name in given if KEYS[name].whole and name != "method"}
+    methods = []
+    for member in members:
+        said: list[str] = []
+        with within(member.place):
+            methods.append(_method_config(member, flat, said))
+        warnings += [f"{member.place}: {warning}" if member.place else warning for warning in said]
+    if "rejection_sample_method" not in whole:
+        whole["rejection_sample_method"] = _default_rule(methods, warnings)
+    return SpeculativeConfig(methods=tuple(methods), warnings=tuple(warnings), **whole)
 
 
-def _fill_ngram(values: dict[str, Any]) -> None:
+def _members(method: object, flat: Mapping[str, Any], warnings: list[str]) -> list[_Member]:
+    """What `method` names: a word, or a list of words and objects; nothing leaves it to the model."""
+    if not isinstance(method, list | tuple):
+        return [_Member("", _resolve_method(method, flat.get("model"), warnings), {})]
+    if not 1 <= len(method) <= MAX_METHODS:
+        refuse(f"method={show(method)} must name 1 to {MAX_METHODS} methods; served: {quoted(SERVED_METHODS)}")
+    members = []
+    for place, entry in enumerate(method):
+        with within(f"method[{place}]"):
+            own = known_keys(entry) if isinstance(entry, Mapping) else {"method": entry}
+            name = _resolve_method(own.pop("method", None), own.get("model", flat.get("model")), warnings)
+            for key, value in own.items():
+                if KEYS[key].whole:
+                    refuse(f'{key}={show(value)} holds for all methods: write it beside "method"')
+                _check_owner(KEYS[key], value, [name])
+            members.append(_Member(f"method[{place}]", name, own))
+    return members
+
+
+def _method_config(member: _Member, flat: dict[str, Any], warnings: list[str]) -> MethodConfig:
+    """A member's own keys over the flat ones that belong to it, with its method's defaults."""
+    values = {name: value for name, value in (flat | member.own).items() if KEYS[name].belongs_to(member.method)}
+    values = {KEYS[name].attribute: KEYS[name].check(value) for name, value in values.items()}
+    values = {name: value for name, value in values.items() if not _OF_ATTRIBUTE[name].no_effect}
+    _FILL[member.method](values, warnings)
+    if (model := values.get("model")) is not None:
+        _warn_of_name(member.method, model, warnings)
+    return MethodConfig(method=member.method, **values)
+
+
+def _default_rule(methods: Sequence[MethodConfig], warnings: list[str]) -> str:
+    if all(method.draft_sample_method != "probabilistic" for method in methods):
+        return "match"
+    warnings.append(
+        'draft_sample_method "probabilistic": rejection_sample_method "standard" is taken, which keeps the '
+        "distribution of the text and not the text: a seed may give another one than without drafts"
+    )
+    return "standard"
+
+
+# -- each method's defaults, and its rules between keys
+
+
+def _require_tokens(values: Mapping[str, Any], method: str) -> None:
     if "num_speculative_tokens" not in values:
-        refuse(f'num_speculative_tokens is missing: method "ngram" needs {KEYS["num_speculative_tokens"].expected}')
+        refuse(f'num_speculative_tokens is missing: method "{method}" needs {KEYS["num_speculative_tokens"].expected}')
+
+
+def _fill_ngram(values: dict[str, Any], warnings: list[str]) -> None:
+    _require_tokens(values, "ngram")
     low, high = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
-    values["prompt_lookup_min"] = low or high or KEYS["prompt_lookup_min"].default
-    values["prompt_lookup_max"] = high or low or KEYS["prompt_lookup_max"].default
+    values["prompt_lookup_min"] = low or high or _default("prompt_lookup_min")
+    values["prompt_lookup_max"] = high or low or _default("prompt_lookup_max")
 
 
 def _fill_suffix(values: dict[str, Any], warnings: list[str]) -> None:
     def value(name: str) -> Any:
-        return values.get(name, KEYS[name].default)
+        return values.get(name, _default(name))
 
     depth = value("suffix_decoding_max_tree_depth")
     if "num_speculative_tokens" not in values:
@@ -174,17 +325,64 @@ def _fill_suffix(values: dict[str, Any], warnings: list[str]) -> None:
         )
 
 
-def _resolve_method(given: Mapping[str, Any], warnings: list[str]) -> str:
+def _fill_ngram_mod(values: dict[str, Any], warnings: list[str]) -> None:
+    k = values.setdefault("num_speculative_tokens", NGRAM_MOD_TOKENS)
+    values.setdefault("ngram_mod_n_min", min(_default("ngram_mod_n_min"), k))
+
+
+def _fill_draft_model(values: dict[str, Any], warnings: list[str]) -> None:
+    if "model" not in values:
+        refuse('model is missing: method "draft_model" needs the draft\'s directory, GGUF file or hub id')
+    _require_tokens(values, "draft_model")
+
+
+_FILL: dict[str, Callable[[dict[str, Any], list[str]], None]] = {
+    "ngram": _fill_ngram,
+    "suffix": _fill_suffix,
+    "ngram_mod": _fill_ngram_mod,
+    "draft_model": _fill_draft_model,
+}
+
+
+def _no_rules(config: MethodConfig) -> None:
+    pass
+
+
+def _check_not_above(config: MethodConfig, low: str, high: str) -> None:
+    low_value, high_value = getattr(config, KEYS[low].attribute), getattr(config, KEYS[high].attribute)
+    if low_value > high_value:
+        refuse(f"{low}={low_value} must not be above {high}={high_value}")
+
+
+def _check_draft_model(config: MethodConfig) -> None:
+    if not config.model:
+        refuse('model is missing: method "draft_model" needs the draft\'s directory, GGUF file or hub id')
+    _check_not_above(config, "draft_min_tokens", "num_speculative_tokens")
+    for name in ("parallel_drafting", "use_heterogeneous_vocab"):
+        if getattr(config, name) and config.draft_sample_method != "greedy":
+            refuse(
+                f'{name}=true does not go with draft_sample_method="{config.draft_sample_method}": such drafts are '
+                "greedy"
+            )
+    if config.parallel_drafting and config.use_heterogeneous_vocab:
+        refuse("parallel_drafting=true and use_heterogeneous_vocab=true exclude each other: leave one out")
+
+
+_RULES: dict[str, Callable[[MethodConfig], None]] = {
+    "ngram": lambda config: _check_not_above(config, "prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": _no_rules,
+    "ngram_mod": lambda config: _check_not_above(config, "ngram_mod_n_min", "num_speculative_tokens"),
+    "draft_model": _check_draft_model,
+}
+
+
+# -- which method
+
+
+def _resolve_method(method: object, model: object, warnings: list[str]) -> str:
     """The served method that `method`, or else `model`, names."""
-    method = given.get("method")
     if method is None:
-        return _method_of_model(given.get("model"))
-    if isinstance(method, list | tuple):
-        if not method:
-            refuse(f"method=[] names no method; served: {quoted(SERVED_METHODS)}")
-        for name in method:
-            _method_name(name)
-        refuse(f"method={show(method)} is not served yet: give one of {quoted(SERVED_METHODS)} alone")
+        return _method_of_model(model)
     name = _method_name(method)
     if name != method:
         if METHODS[name].status is not Status.SERVED:
@@ -204,13 +402,15 @@ def _unserved(name: str) -> str:
 def _method_name(word: object) -> str:
     """A word, possibly an alias, as the name of a method that is known."""
     if not isinstance(word, str):
-        refuse(f"method must be a string, one of {quoted(SERVED_METHODS)}, got {show(word)}")
+        refuse(f"method must be a string, one of {quoted(SERVED_METHODS)}, or a list of them, got {show(word)}")
     if word in METHODS:
         return word
     if word in METHOD_ALIASES:
         return METHOD_ALIASES[word]
     if word in NOT_METHODS:
         refuse(f"method={show(word)} is not served: {NOT_METHODS[word]}; served: {quoted(SERVED_METHODS)}")
+    if "," in word:
+        refuse(f'method={show(word)} is no method: write a list of them, such as ["suffix", "ngram"]')
     hint = did_you_mean(word, (*METHODS, *METHOD_ALIASES))
     refuse(f"method={show(word)} is unknown; served: {quoted(SERVED_METHODS)}{hint or '; known: ' + quoted(METHODS)}")
 
@@ -226,29 +426,53 @@ def _method_of_model(model: object) -> str:
         refuse(f'model={show(model)} is the name of a method: use "method": "{model}"')
     if _DOTTED_PATH.fullmatch(model) and not model.endswith((".gguf", ".safetensors")):
         refuse(f'model={show(model)} without a method means "custom_class", which {_unserved("custom_class")}')
-    refuse(f'model={show(model)} without a method means "draft_model", which {_unserved("draft_model")}')
+    method, reason = suggested_method(model) or ("draft_model", "")
+    if METHODS[method].status is not Status.SERVED:
+        refuse(f'model={show(model)} without a method means "{method}" (by {reason}), which {_unserved(method)}')
+    return method
+
+
+def _warn_of_name(method: str, model: str, warnings: list[str]) -> None:
+    """A method that is given stays, whatever the model's name says."""
+    suggested, reason = suggested_method(model) or (method, "")
+    if suggested != method:
+        warnings.append(f'method "{method}" is kept for model {show(model)}, though {reason} suggests "{suggested}"')
+
+
+# -- which key goes where
 
 
 def _takes(method: str) -> str:
-    names = [name for name in keys_of(method) if name not in ("method", "model", "draft_sample_method")]
-    return f'method "{method}" takes {", ".join(names)}'
+    names = [key.name for key in keys_of(method) if not key.no_effect]
+    whole = [key.name for key in KEYS.values() if key.whole and key.status is Status.SERVED and key.name != "method"]
+    return f'method "{method}" takes {", ".join(names + whole)}'
 
 
-def _check_owner(key: Key, value: object, method: str) -> None:
-    if key.methods and method not in key.methods:
-        yet = "" if key.status is Status.SERVED else " and is not served yet"
-        refuse(f"{key.name}={show(value)} belongs to {quoted(key.methods)}{yet}; {_takes(method)}")
+def _refuse_foreign(key: Key, value: object, *methods: str) -> None:
+    yet = "" if key.status is Status.SERVED else " and is not served yet"
+    refuse(f"{key.name}={show(value)} belongs to {quoted(key.methods)}{yet}; {'; '.join(map(_takes, methods))}")
+
+
+def _check_owner(key: Key, value: object, methods: Sequence[str]) -> None:
+    """A key must belong to one of the methods, or say what holds for them anyway."""
+    if not any(key.belongs_to(method) for method in methods):
+        if key.name == "model":
+            _check_word(value, methods)
+        elif value not in key.elsewhere:
+            _refuse_foreign(key, value, *dict.fromkeys(methods))
     if key.status is Status.NOT_YET:
-        refuse(f"{key.name}={show(value)} is not served yet ({key.why}); {_takes(method)}")
+        refuse(f"{key.name}={show(value)} is not served yet ({key.why}); {'; '.join(map(_takes, methods))}")
 
 
-def _check_model(model: object, method: str) -> None:
+def _check_word(model: object, methods: Sequence[str]) -> None:
     """vLLM takes the method's own word as `model` where nothing is loaded."""
-    if model is None or model == method or (method == "ngram" and model == "[ngram]"):
-        return
     if not isinstance(model, str):
         refuse(f"model must be a string, got {show(model)}")
-    refuse(f'model={show(model)} does not go with method "{method}", which drafts without a model: leave it out')
+    if model not in methods and not (model == "[ngram]" and "ngram" in methods):
+        refuse(
+            f"model={show(model)} does not go with method {quoted(dict.fromkeys(methods))}, which drafts without a "
+            "model: leave it out"
+        )
 
 
 def known_keys(given: Mapping[Any, Any]) -> dict[str, Any]:
@@ -287,140 +511,3 @@ def add_shorthand(given: dict[str, Any], flag: str, value: object, key: str = ""
     if key in given:
         refuse(f"{flag} {show(value)} and {key}={show(given[key])} are mutually exclusive: give one of them")
     given[key] = value
-
-
-def read_object(source: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The JSON object in a text, in the file that it names, or the mapping itself.
-
-    Raises:
-        ConfigError: not a JSON object (says where), a key given twice, or a file that cannot be read.
-    """
-    if isinstance(source, Mapping):
-        return source
-    if not isinstance(source, str):
-        refuse(f"must be a JSON object such as {EXAMPLE}, got {show(source)}")
-    text = source.strip()
-    if not text:
-        refuse(f"the text is empty: give a JSON object such as {EXAMPLE}")
-    if text.startswith("@"):
-        return _parse_object(_read_file(text[1:]), f"in {show(text[1:])}")
-    if text.endswith(".json") and not text.startswith(("{", "[", '"')):
-        return _parse_object(_read_file(text), f"in {show(text)}")
-    return _parse_object(source, "")
-
-
-def _read_file(name: str) -> str:
-    path = Path(name)
-    try:
-        if not path.is_file():
-            refuse(f"the file {show(name)} {'is not a file' if path.exists() else 'does not exist'}")
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            refuse(f"the file {show(name)} is larger than {MAX_FILE_BYTES} bytes")
-        return content.decode("utf-8-sig")
-    except OSError as error:
-        refuse(f"the file {show(name)} cannot be read: {error.strerror or type(error).__name__}")
-    except ValueError:  # not UTF-8, or a name that no file can have
-        refuse(f"the file {show(name)} cannot be read as UTF-8 text")
-
-
-def _parse_object(text: str, where: str) -> Mapping[str, Any]:
-    where = f" {where}" if where else ""
-    try:
-        value = json.loads(text, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        refuse(f"not JSON{where} {_json_problem(text, error)}")
-    except (ValueError, RecursionError):  # an int of thousands of digits; thousands of brackets
-        refuse(f"the JSON{where} holds a number or a nesting that is too large: {printable(text)}")
-    if not isinstance(value, dict):
-        hint = ""
-        if isinstance(value, str) and value in (*METHODS, *METHOD_ALIASES):
-            hint = f': write {{"method": {json.dumps(value)}, ...}} or --spec-method {value}'
-        kind = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
-        refuse(f"must be a JSON object such as {EXAMPLE}, got {kind}{where}, {show(value)}{hint}")
-    return value
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            refuse(f"the key {show(name)} is given twice: {show(found[name])} and {show(value)}")
-        found[name] = value
-    return found
-
-
-def _json_problem(text: str, error: json.JSONDecodeError) -> str:
-    """Where and why a text is no JSON, and what probably happened to it."""
-    position = error.pos
-    before, rest = text[:position].rstrip(), text[position:].lstrip()
-    if rest.startswith(","):  # newer Pythons point at the comma itself
-        after = rest[1:].lstrip()
-        if after.startswith(("}", "]")):
-            before, rest = before + ",", after
-    elif before.endswith(",") and rest.startswith(("}", "]")):
-        position = len(before) - 1
-    what = error.msg[:1].lower() + error.msg[1:]
-    if before.endswith(",") and rest.startswith(("}", "]")):
-        what = f'comma before "{rest[0]}"'
-    at = f"at character {position + 1}"
-    if "\n" in text.strip():
-        line, column = text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
-        at = f"at line {line}, character {column}"
-    found = f", found {printable(text[position : position + 20])}" if text[position:] else ", where the text ends"
-    return f"{at}: {what}{found}{_json_hint(text)}"
-
-
-def _json_hint(text: str) -> str:
-    stripped = text.strip()
-    if stripped in (*METHODS, *METHOD_ALIASES):
-        return f'; write {{"method": "{stripped}", ...}} or --spec-method {stripped}'
-    if not stripped.startswith(("{", "[")):
-        return "; to name a file, write @FILE or a name that ends in .json"
-    if '\\"' in stripped[:4]:
-        return "; the quotes stand with backslashes before them: leave these out"
-    if "'" in text:
-        return "; JSON takes double quotes"
-    if '"' not in text and re.search(r"[a-z]", text):
-        return f"; the shell may have eaten the double quotes: write {FLAG} '{EXAMPLE}'"
-    return ""
-
-
-def json_schema() -> dict[str, Any]:
-    """A JSON schema (draft 2020-12) of what is served. JSON cannot say it all: min <= max is a rule beside it."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": FLAG,
-        "description": "What forerun serves now. prompt_lookup_min must not be above prompt_lookup_max.",
-        "type": "object",
-        "anyOf": [_schema_of(method) for method in SERVED_METHODS],
-    }
-
-
-def _schema_of(method: str) -> dict[str, Any]:
-    properties = {name: _schema_of_key(KEYS[name], method) for name in keys_of(method)}
-    names = [method, *(alias for alias, name in METHOD_ALIASES.items() if name == method)]
-    properties["method"] |= {"type": "string", "enum": names}
-    properties["model"] |= {"enum": [method, "[ngram]"] if method == "ngram" else [method]}
-    schema: dict[str, Any] = {"title": method, "description": METHODS[method].meaning, "properties": properties}
-    if method == "ngram":
-        schema |= {"required": ["num_speculative_tokens"], "anyOf": [{"required": ["method"]}, {"required": ["model"]}]}
-    else:
-        schema |= {"required": ["method"]}
-    return schema | {"additionalProperties": False}
-
-
-def _schema_of_key(key: Key, method: str) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": key.type, "description": key.meaning}
-    if key.minimum is not None:
-        schema["minimum"] = key.minimum
-    if key.maximum is not None:
-        schema["maximum"] = key.maximum
-    if key.served_values:
-        schema["enum"] = list(key.served_values)
-    elif key.type == "string" and key.choices:
-        schema["enum"] = [choice.value for choice in key.choices if choice.status is Status.SERVED]
-    if key.default is not None:
-        schema["default"] = key.default
-    return schema

@@ -6,21 +6,19 @@ rendered from it. Not for rules between keys (those are in `spec/config.py`). No
 
 from __future__ import annotations
 
-import difflib
 import enum
-import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from forerun.errors import ConfigError
+from forerun.spec.batch_table import read_table
+from forerun.spec.refusal import did_you_mean, quoted, refuse, show
 
 MAX_TOKENS = 1024  # most tokens of a draft and of a looked-up n-gram
 # Of a path in a suffix tree. Text of one token over and over, which any client can send, costs time in proportion:
 # 18-35 us a token at 128 (130-260 us at 1024, and 6-10 ms a proposal), see benchmarks/proposers.py.
 MAX_TREE_DEPTH = 128
-SHOWN_CHARS = 60
 
 
 class Status(enum.StrEnum):
@@ -42,12 +40,11 @@ class Method:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the words that a key takes. `becomes` is the word it resolves to, if another."""
+    """One of the words that a key takes."""
 
     value: str
     meaning: str
     status: Status = Status.NOT_YET
-    becomes: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,13 @@ class Key:
         minimum, maximum: bounds, both inclusive.
         choices: the words it takes; on a number, words beside it.
         methods: those it belongs to; () for all.
+        whole: it is said once for the whole configuration, not for one of several methods.
+        elsewhere: values that are also taken by methods it does not belong to, as they say what holds there anyway.
+        no_effect: what is served of it changes nothing: it is checked and not kept.
         why: what a key that is not served waits for, or why it never will be.
         partly: on a key that is served: what of it is not.
         served_values: the only values that are served; () for all within the bounds.
+        read: reads and checks a value, where type and bounds do not say all.
     """
 
     name: str
@@ -74,10 +75,22 @@ class Key:
     maximum: float | None = None
     choices: tuple[Choice, ...] = ()
     methods: tuple[str, ...] = ()
+    whole: bool = False
+    elsewhere: tuple[str, ...] = ()
+    no_effect: bool = False
     status: Status = Status.NOT_YET
     why: str = ""
     partly: str = ""
     served_values: tuple[str | int, ...] = ()
+    read: Callable[[object], Any] | None = None
+
+    @property
+    def attribute(self) -> str:
+        """Its name in `MethodConfig` or `SpeculativeConfig`."""
+        return "min_draft_tokens" if self.name == "draft_min_tokens" else self.name
+
+    def belongs_to(self, method: str) -> bool:
+        return not self.whole and (not self.methods or method in self.methods)
 
     @property
     def bounds(self) -> str:
@@ -92,7 +105,7 @@ class Key:
     def remark(self) -> str:
         """What of it is not served, or why none of it is; "" where all is."""
         if self.status is not Status.SERVED or self.partly:
-            return self.why or self.partly
+            return self.partly or self.why
         later = [choice.value for choice in self.choices if choice.status is Status.NOT_YET]
         return f"not served yet: {', '.join(later)}" if later else ""
 
@@ -103,13 +116,24 @@ class Key:
         return f"{article} {self.type}" + (f" ({self.bounds})" if self.bounds else "")
 
     def check(self, value: object) -> Any:
-        """The value as the engine reads it: an int for a number becomes a float, a word what it resolves to.
+        """The value as the engine reads it: an int for a number becomes a float.
 
         Raises:
             ConfigError: a wrong type, a value out of range, a word that is unknown or not served.
         """
+        checked = self._check_type(value)
+        if self.served_values and checked not in self.served_values:
+            served = " or ".join(map(show, self.served_values))
+            refuse(f"{self.name}={show(value)} is not served yet ({self.why}): leave it out or give {served}")
+        return checked
+
+    def _check_type(self, value: object) -> Any:
+        if self.read is not None:
+            return self.read(value)
         if isinstance(value, str) and self.choices:
             return self._check_choice(value)
+        if self.type == "boolean" and isinstance(value, bool):
+            return value
         if self.type == "integer" and isinstance(value, int) and not isinstance(value, bool):
             return self._check_range(int(value), value)
         if self.type == "number" and isinstance(value, int | float) and not isinstance(value, bool):
@@ -136,11 +160,7 @@ class Key:
             served = [c.value for c in self.choices if c.status is Status.SERVED]
             instead = f"; served: {quoted(served)}" if served else f"; give {self.expected}"
             refuse(f"{self.name}={show(word)} is not served yet{instead}")
-        return choice.becomes or choice.value
-
-
-def refuse(problem: str) -> NoReturn:
-    raise ConfigError(f"speculative_config: {problem}")
+        return choice.value
 
 
 def as_float(number: float) -> float:
@@ -149,34 +169,6 @@ def as_float(number: float) -> float:
         return float(number)
     except OverflowError:
         return math.inf
-
-
-def printable(text: str) -> str:
-    """One line for a message: control characters escaped, cut where it gets long."""
-    text = text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def show(value: object) -> str:
-    """A value as JSON for a message; as Python where it is not JSON."""
-    try:
-        return printable(json.dumps(value, ensure_ascii=False))
-    except (TypeError, ValueError, RecursionError):
-        pass
-    try:
-        return printable(repr(value))
-    except (ValueError, RecursionError):  # an int of thousands of digits; a structure without end
-        return f"{type(value).__name__} too large to show"
-
-
-def quoted(words: Iterable[str]) -> str:
-    return ", ".join(f'"{word}"' for word in words)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint with the nearest of the known names, "" where none is near."""
-    nearest = difflib.get_close_matches(word[:SHOWN_CHARS].strip().lower().replace("-", "_"), list(known), n=1)
-    return f'; did you mean "{nearest[0]}"?' if nearest else ""
 
 
 _HEADS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
@@ -191,7 +183,8 @@ _METHODS = (
     ),
     Method(
         "suffix",
-        "Suffix tree over the request's own tokens; draft length follows the length of the match and its counts.",
+        "Suffix tree over the request's own tokens, and over earlier answers where asked for; draft length follows the "
+        "length of the match and its counts.",
         "none",
         Status.SERVED,
     ),
@@ -199,19 +192,19 @@ _METHODS = (
         "ngram_mod",
         "Hash pool from n-grams to the token that followed; constant memory and time (llama.cpp's ngram-mod).",
         "none",
-        why="the hash pool is not there yet",
+        Status.SERVED,
+    ),
+    Method(
+        "draft_model",
+        "A smaller language model drafts; with parallel_drafting, a PARD model.",
+        "a model",
+        Status.SERVED,
     ),
     Method(
         "grammar",
         "Tokens that a request's grammar forces are drafted for free.",
         "none",
         why="structured output is not there yet",
-    ),
-    Method(
-        "draft_model",
-        "A smaller language model drafts; with parallel_drafting, a PARD model.",
-        "a model",
-        why="a second model cannot be loaded yet",
     ),
     Method(
         "eagle",
@@ -317,41 +310,81 @@ NOT_METHODS = {
     "ngram-cache": 'use "suffix", which covers it',
 }
 
-_NEEDS_MODEL = "a second model or head cannot be loaded yet"
+_NEEDS_HEAD = "heads cannot be loaded yet"
 _NEEDS_PARALLEL = "tensor parallel is not there yet"
 _BY_ENGINE = "the engine derives it from the target and from the draft's checkpoint"
 _LOSSY_GONE = 'removed from vLLM; what accepts more, at the cost of the text, is rejection_sample_method "fly"'
 
 
-def _served_keys() -> Iterable[Key]:
+def _common_keys() -> Iterable[Key]:
     yield Key(
         "method",
         "string or array",
         "How to draft. A list asks several methods in order: the first draft that is not empty is taken.",
         default_text="from model",
         choices=tuple(Choice(method.name, method.meaning, method.status) for method in _METHODS),
+        whole=True,
         status=Status.SERVED,
-        partly="a list is not served yet",
     )
     yield Key(
         "model",
         "string",
         "The draft model or head: a directory, a GGUF file or a hub id. `ngram` and `[ngram]` mean that method.",
-        default_text="none",
+        default_text="draft_model: required",
+        methods=_MODELS,
         status=Status.SERVED,
-        partly="only the name of a method without weights is served; a checkpoint is not served yet",
-        served_values=("ngram", "[ngram]"),
     )
     yield Key(
         "num_speculative_tokens",
         "integer",
         "K: most tokens drafted for a request in a step.",
-        default_text="suffix: the tree depth; ngram: required",
+        default_text="suffix: the tree depth; ngram_mod: 64; ngram, draft_model: required",
         minimum=1,
         maximum=MAX_TOKENS,
         choices=(Choice("auto", "as far as it pays"),),
         status=Status.SERVED,
     )
+    yield Key(
+        "num_speculative_tokens_per_batch_size",
+        "array",
+        "Ranges [start, end, K] of the number of decoding requests, each with its own K; K = 0 drafts nothing.",
+        default_text="none",
+        whole=True,
+        status=Status.SERVED,
+        read=read_table,
+    )
+    yield Key(
+        "rejection_sample_method",
+        "string",
+        "The rule that decides which drafted tokens stand.",
+        default="match",
+        default_text="match; standard where a draft is probabilistic",
+        choices=(
+            Choice("match", "same seed, same text as without drafts", Status.SERVED),
+            Choice(
+                "standard",
+                "accept / residual: same distribution; without probabilistic drafts it is `match`",
+                Status.SERVED,
+            ),
+            Choice("block", "block verification: same distribution"),
+            Choice("fly", "entropy-gated deferral: lossy"),
+            Choice("synthetic", "accepts by chance: for benchmarks only"),
+            Choice("strict", 'removed from vLLM: use "standard" with draft_sample_method "greedy"', Status.NEVER),
+            Choice(
+                "probabilistic",
+                'removed from vLLM: use "standard" with draft_sample_method "probabilistic"',
+                Status.NEVER,
+            ),
+            Choice("rejection_sampler", 'removed from vLLM: use "standard"', Status.NEVER),
+            Choice("typical_acceptance_sampler", _LOSSY_GONE, Status.NEVER),
+        ),
+        whole=True,
+        status=Status.SERVED,
+    )
+
+
+def _history_keys() -> Iterable[Key]:
+    """Of the methods that draft from tokens alone."""
     for end, which in (("min", "Fewest"), ("max", "Most")):
         yield Key(
             f"prompt_lookup_{end}",
@@ -397,82 +430,143 @@ def _served_keys() -> Iterable[Key]:
     yield Key(
         "suffix_decoding_max_cached_requests",
         "integer",
-        "Responses of finished requests that drafts may copy from; 0: only the request's own tokens.",
+        "Finished answers that drafts may copy from; 0: only the request's own tokens. vLLM's default is 10000.",
         default=0,
         minimum=0,
         methods=("suffix",),
         status=Status.SERVED,
-        partly="a cache across requests is not served yet: only 0 is",
-        served_values=(0,),
     )
     yield Key(
-        "rejection_sample_method",
-        "string",
-        "The rule that decides which drafted tokens stand.",
-        default="match",
-        choices=(
-            Choice("match", "same seed, same text as without drafts", Status.SERVED),
-            Choice(
-                "standard",
-                "accept / residual: same distribution; with one-hot drafts it is `match`",
-                Status.SERVED,
-                becomes="match",
-            ),
-            Choice("block", "block verification: same distribution"),
-            Choice("fly", "entropy-gated deferral: lossy"),
-            Choice("synthetic", "accepts by chance: for benchmarks only"),
-            Choice("strict", 'removed from vLLM: use "standard" with draft_sample_method "greedy"', Status.NEVER),
-            Choice(
-                "probabilistic",
-                'removed from vLLM: use "standard" with draft_sample_method "probabilistic"',
-                Status.NEVER,
-            ),
-            Choice("rejection_sampler", 'removed from vLLM: use "standard"', Status.NEVER),
-            Choice("typical_acceptance_sampler", _LOSSY_GONE, Status.NEVER),
-        ),
+        "ngram_mod_n_match",
+        "integer",
+        "Tokens of an n-gram.",
+        default=24,
+        minimum=1,
+        maximum=MAX_TOKENS,
+        methods=("ngram_mod",),
         status=Status.SERVED,
     )
     yield Key(
+        "ngram_mod_n_min",
+        "integer",
+        "Shorter drafts are dropped.",
+        default=48,
+        default_text="48, or K where that is less",
+        minimum=0,
+        maximum=MAX_TOKENS,
+        methods=("ngram_mod",),
+        status=Status.SERVED,
+    )
+    yield Key(
+        "ngram_mod_pool_bytes",
+        "integer",
+        "Size of the pool, bytes.",
+        default=16 << 20,
+        minimum=64,
+        maximum=1 << 32,
+        methods=("ngram_mod",),
+        status=Status.SERVED,
+    )
+
+
+def _model_keys() -> Iterable[Key]:
+    """Of the methods that load weights."""
+
+    def served(name: str, type: str, meaning: str, methods: tuple[str, ...] = _MODELS, **rest: Any) -> Key:
+        return Key(name, type, meaning, methods=methods, status=Status.SERVED, **rest)
+
+    yield served(
         "draft_sample_method",
         "string",
-        "How a draft model draws its tokens; n-gram and suffix drafts are one-hot, which is `greedy`.",
+        "How a draft model draws its tokens; the drafts of methods without weights are one-hot, which is `greedy`.",
         default="greedy",
         choices=(
             Choice("greedy", "the most likely token: one-hot drafts", Status.SERVED),
-            Choice("coupled", "drawn with the target's own noise: same seed, same text"),
-            Choice("probabilistic", "drawn from the draft's distribution"),
+            Choice("coupled", "drawn with the target's own noise: same seed, same text", Status.SERVED),
+            Choice(
+                "probabilistic",
+                "drawn from the draft's distribution: needs rejection_sample_method `standard`; same distribution, "
+                "but not the same text",
+                Status.SERVED,
+            ),
         ),
-        status=Status.SERVED,
+        elsewhere=("greedy",),
+    )
+    yield served(
+        "draft_min_prob",
+        "number",
+        "A draft ends where the draft model's own probability falls below this (llama.cpp's --spec-draft-p-min).",
+        default=0.0,
+        minimum=0,
+        maximum=1,
+    )
+    yield served(
+        "draft_min_tokens",
+        "integer",
+        "Shorter drafts are not verified (llama.cpp's --spec-draft-n-min).",
+        default=0,
+        minimum=0,
+        maximum=MAX_TOKENS,
+    )
+    yield served("parallel_drafting", "boolean", "One pass drafts all K tokens (PARD, P-EAGLE).", default=False)
+    yield served(
+        "use_heterogeneous_vocab",
+        "boolean",
+        "Allow a draft model with another tokenizer; drafts are greedy then.",
+        ("draft_model",),
+        default=False,
+    )
+    yield served(
+        "quantization",
+        "string",
+        "How the draft's weights are quantised.",
+        default_text="from the checkpoint",
+        choices=(Choice("int8", "8 bits a weight, made at load", Status.SERVED),),
+    )
+    yield served(
+        "kv_cache_dtype",
+        "string",
+        "Type of the draft's KV cache.",
+        default_text="the target's",
+        choices=(
+            Choice("auto", "the target's", Status.SERVED),
+            Choice("float32", "4 bytes a number", Status.SERVED),
+            Choice("bfloat16", "2 bytes a number"),
+            Choice("float16", "2 bytes a number"),
+            Choice("fp8", "1 byte a number"),
+        ),
+    )
+    yield served(
+        "max_model_len",
+        "integer",
+        "Longest context of the draft, tokens; a longer request goes on without its drafts.",
+        default_text="the shorter of the two models",
+        minimum=1,
+    )
+    yield served("revision", "string", "Revision of the draft's hub repository.", default_text="none")
+    yield served(
+        "draft_tensor_parallel_size",
+        "integer",
+        "Devices that share the draft: 1 or as many as share the target.",
+        default_text="1",
+        minimum=1,
+        no_effect=True,
+        why=_NEEDS_PARALLEL,
+        partly=f"only 1 is served: {_NEEDS_PARALLEL}",
+        served_values=(1,),
     )
 
 
 def _later_keys() -> Iterable[Key]:
     def later(name: str, type: str, meaning: str, why: str, methods: tuple[str, ...] = (), **rest: Any) -> Key:
-        return Key(name, type, meaning, why=why, methods=methods, **rest)
+        return Key(name, type, meaning, why=why, methods=methods, whole=not methods, **rest)
 
-    yield later(
-        "num_speculative_tokens_per_batch_size",
-        "array",
-        "Ranges [start, end, K] of batch size, each with its own K.",
-        "drafting by batch size is not there yet",
-        default_text="none",
-    )
     yield later(
         "enable_adaptive_verification",
         "boolean",
         "Verify only those drafts that are worth their cost.",
         "drafting as far as it pays is not there yet",
         default=False,
-    )
-    yield later(
-        "draft_min_prob",
-        "number",
-        "A draft ends where the draft model's own probability falls below this (llama.cpp's --spec-draft-p-min).",
-        _NEEDS_MODEL,
-        _MODELS,
-        default=0.0,
-        minimum=0,
-        maximum=1,
     )
     yield later(
         "spec_tree",
@@ -483,49 +577,10 @@ def _later_keys() -> Iterable[Key]:
         default_text="none: a chain",
     )
     yield later(
-        "parallel_drafting",
-        "boolean",
-        "One pass drafts all K tokens (PARD, P-EAGLE).",
-        _NEEDS_MODEL,
-        _MODELS,
-        default=False,
-    )
-    yield later(
-        "use_heterogeneous_vocab",
-        "boolean",
-        "Allow a draft model with another tokenizer.",
-        _NEEDS_MODEL,
-        ("draft_model",),
-        default=False,
-    )
-    yield later(
-        "quantization",
-        "string",
-        "How the draft's weights are quantised.",
-        _NEEDS_MODEL,
-        _MODELS,
-        default_text="from the checkpoint",
-    )
-    yield later(
-        "kv_cache_dtype", "string", "Type of the draft's KV cache.", _NEEDS_MODEL, _MODELS, default_text="the target's"
-    )
-    yield later(
-        "max_model_len",
-        "integer",
-        "Longest context of the draft.",
-        _NEEDS_MODEL,
-        _MODELS,
-        default_text="the shorter of the two models",
-        minimum=1,
-    )
-    yield later(
-        "revision", "string", "Revision of the draft's hub repository.", _NEEDS_MODEL, _MODELS, default_text="none"
-    )
-    yield later(
         "draft_load_config",
         "object",
         "How the draft's weights are loaded.",
-        _NEEDS_MODEL,
+        "the draft's files say how they are read, as the target's do",
         _MODELS,
         default_text="the target's",
     )
@@ -533,18 +588,9 @@ def _later_keys() -> Iterable[Key]:
         "attention_backend",
         "string",
         "Attention of the draft.",
-        _NEEDS_MODEL,
+        "the engine picks one for target and draft alike",
         _MODELS,
         default_text="auto",
-    )
-    yield later(
-        "draft_tensor_parallel_size",
-        "integer",
-        "Devices that share the draft: 1 or as many as share the target.",
-        _NEEDS_PARALLEL,
-        _MODELS,
-        default_text="the target's",
-        minimum=1,
     )
     yield later(
         "use_local_argmax_reduction",
@@ -558,7 +604,7 @@ def _later_keys() -> Iterable[Key]:
         "draft_lm_head_quantization",
         "string",
         "Quantise the drafter's copy of the output head.",
-        _NEEDS_MODEL,
+        _NEEDS_HEAD,
         ("eagle", "eagle3", "mtp"),
         default_text="none",
         choices=(Choice("fp8", "8 bits"), Choice("nvfp4", "4 bits")),
@@ -567,7 +613,7 @@ def _later_keys() -> Iterable[Key]:
         "index_share_for_mtp_iteration",
         "boolean",
         "Use the sparse-attention indices of the first step again.",
-        _NEEDS_MODEL,
+        _NEEDS_HEAD,
         ("mtp",),
         default_text="from the checkpoint",
     )
@@ -575,7 +621,7 @@ def _later_keys() -> Iterable[Key]:
         "dspark_draft_topk",
         "integer",
         "Candidates that get a Markov bias; up to the draft vocabulary.",
-        _NEEDS_MODEL,
+        _NEEDS_HEAD,
         ("dspark",),
         default_text="from the checkpoint",
         minimum=1,
@@ -584,7 +630,7 @@ def _later_keys() -> Iterable[Key]:
         "dspark_min_confidence",
         "number",
         "A draft ends where its predicted acceptance falls below this (llama.cpp's --spec-draft-conf-min).",
-        _NEEDS_MODEL,
+        _NEEDS_HEAD,
         ("dspark",),
         default=0.0,
         minimum=0,
@@ -594,18 +640,10 @@ def _later_keys() -> Iterable[Key]:
         "xpress_topc",
         "integer",
         "Candidates that XPress refines; 0: the whole vocabulary.",
-        _NEEDS_MODEL,
+        _NEEDS_HEAD,
         ("dflash",),
         default_text="from the checkpoint (512)",
         minimum=0,
-    )
-    pool = METHODS["ngram_mod"].why
-    yield later("ngram_mod_n_match", "integer", "Tokens of an n-gram.", pool, ("ngram_mod",), default=24, minimum=1)
-    yield later(
-        "ngram_mod_n_min", "integer", "Shorter drafts are dropped.", pool, ("ngram_mod",), default=48, minimum=0
-    )
-    yield later(
-        "ngram_mod_pool_bytes", "integer", "Size of the pool, bytes.", pool, ("ngram_mod",), default=16 << 20, minimum=1
     )
     synthetic, fly = (
         'rejection_sample_method "synthetic" is not there yet',
@@ -680,7 +718,7 @@ def _never_keys() -> Iterable[Key]:
         yield never(name, _BY_ENGINE, "object", "Filled in by vLLM's engine.")
     yield never("speculative_token_tree", "use spec_tree (not served yet)")
     for name in ("disable_by_batch_size", "speculative_disable_by_batch_size"):
-        yield never(name, "use num_speculative_tokens_per_batch_size with K = 0 (not served yet)")
+        yield never(name, "use num_speculative_tokens_per_batch_size with K = 0")
     yield never("acceptance_method", "use rejection_sample_method")
     for name in ("posterior_threshold", "posterior_alpha", "typical_acceptance_sampler"):
         yield never(name, _LOSSY_GONE)
@@ -690,9 +728,10 @@ def _never_keys() -> Iterable[Key]:
     )
 
 
-KEYS = {key.name: key for key in (*_served_keys(), *_later_keys(), *_never_keys())}
+_TABLE = (*_common_keys(), *_history_keys(), *_model_keys(), *_later_keys(), *_never_keys())
+KEYS = {key.name: key for key in _TABLE}
 
 
-def keys_of(method: str, status: Status = Status.SERVED) -> tuple[str, ...]:
-    """Names of the keys that go with a method."""
-    return tuple(k.name for k in KEYS.values() if k.status is status and (not k.methods or method in k.methods))
+def keys_of(method: str) -> tuple[Key, ...]:
+    """The served keys that belong to a method alone, without those of the whole configuration."""
+    return tuple(key for key in KEYS.values() if key.status is Status.SERVED and key.belongs_to(method))

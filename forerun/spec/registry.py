@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from forerun.spec.config import SpeculativeConfig
+from forerun.errors import ConfigError
+from forerun.spec.config import MethodConfig, SpeculativeConfig
 from forerun.spec.proposer import Proposer
 from forerun.spec.proposers.ngram import NgramProposer
 from forerun.spec.proposers.none import EmptyProposer
@@ -13,7 +14,7 @@ from forerun.spec.verifier import Verifier
 from forerun.spec.verifiers.match import MatchVerifier
 from forerun.spec.verifiers.standard import StandardVerifier
 
-PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
+PROPOSERS: dict[str, Callable[[MethodConfig], Proposer]] = {
     "ngram": NgramProposer.from_config,
     "suffix": SuffixProposer.from_config,
 }
@@ -21,7 +22,18 @@ VERIFIERS: dict[str, Callable[[], Verifier]] = {"match": MatchVerifier, "standar
 
 
 def make_proposer(config: SpeculativeConfig | None) -> Proposer:
-    return EmptyProposer() if config is None else PROPOSERS[config.method](config)
+    """
+    Raises:
+        ConfigError: a method whose proposer is not there yet, or several methods.
+    """
+    if config is None:
+        return EmptyProposer()
+    if len(config.methods) > 1:
+        raise ConfigError(f"several methods ({', '.join(config.method_names)}) cannot be combined yet: give one")
+    method = config.methods[0]
+    if method.method not in PROPOSERS:
+        raise ConfigError(f"the proposer of method {method.method!r} is not there yet; there: {', '.join(PROPOSERS)}")
+    return PROPOSERS[method.method](method)
 
 
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:

@@ -20,8 +20,9 @@ import pytest
 
 from forerun.errors import ConfigError
 from forerun.request import SamplingParams
-from forerun.spec.config import FLAG, SpeculativeConfig
+from forerun.spec.config import SpeculativeConfig
 from forerun.spec.keys import KEYS, Status
+from forerun.spec.source import FLAG
 from tests.cases.conftest import MakeEngine, Reference
 from tests.cases.material import DISTINCT, LOOPS, complete
 from tests.tiny_engine import NGRAM, SUFFIX, run

@@ -28,8 +28,9 @@ from forerun.cli.speculation import (
     speculative_config_from_options,
 )
 from forerun.errors import ConfigError
-from forerun.spec.config import SpeculativeConfig, json_schema
+from forerun.spec.config import SpeculativeConfig
 from forerun.spec.keys import KEYS, METHODS, Status
+from forerun.spec.schema import json_schema
 
 DOCS = Path(__file__).parents[2] / "docs" / "speculative-config.md"
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 5}'

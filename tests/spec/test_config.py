@@ -16,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import ConfigError
-from forerun.spec.config import MAX_FILE_BYTES, SpeculativeConfig, json_schema
-from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, MTP_ALIASES, NOT_METHODS, SERVED_METHODS, Status, show
+from forerun.spec.config import MAX_METHODS, MethodConfig, SpeculativeConfig
+from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, MTP_ALIASES, NOT_METHODS, SERVED_METHODS, Status, keys_of
+from forerun.spec.refusal import show
+from forerun.spec.schema import json_schema
+from forerun.spec.source import MAX_FILE_BYTES
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 5}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from forerun.engine.plan import Grant, Plan, ScheduledRequest
 from forerun.request import Request, SamplingParams
 from forerun.spec import keys
-from forerun.spec.config import SpeculativeConfig
+from forerun.spec.config import MethodConfig
 from forerun.spec.proposer import Draft, DraftInputs
 from forerun.spec.proposers import history, ngram
 from forerun.spec.proposers.ngram import NgramIndex, NgramProposer
@@ -169,7 +169,7 @@ def test_a_batch_with_one_match_has_one_entry() -> None:
 
 
 def test_constructed_from_the_config() -> None:
-    config = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=3)
+    config = MethodConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=3)
     proposer = NgramProposer.from_config(config)
     limits = (proposer.prompt_lookup_min, proposer.prompt_lookup_max, proposer.num_speculative_tokens)
     assert limits == (2, 3, 4)

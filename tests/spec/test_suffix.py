@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from forerun.engine.plan import Grant, Plan, ScheduledRequest
 from forerun.request import Request, SamplingParams
-from forerun.spec.config import SpeculativeConfig
+from forerun.spec.config import MethodConfig
 from forerun.spec.proposer import Draft, DraftInputs
 from forerun.spec.proposers import history
 from forerun.spec.proposers.suffix import SuffixProposer
@@ -181,7 +181,7 @@ def test_source_confidence_and_lengths_are_those_of_the_contract() -> None:
 
 
 def test_constructed_from_the_config() -> None:
-    config = SpeculativeConfig(
+    config = MethodConfig(
         method="suffix",
         num_speculative_tokens=9,
         suffix_decoding_max_tree_depth=7,

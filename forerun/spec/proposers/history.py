@@ -12,7 +12,7 @@ from forerun.spec.proposer import Draft, DraftInputs, RequestDraft
 if TYPE_CHECKING:
     from forerun.engine.plan import Grant, Hidden, Plan
     from forerun.request import Request
-    from forerun.spec.config import SpeculativeConfig
+    from forerun.spec.config import MethodConfig
     from forerun.spec.verifier import Verdict
 
 # Most tokens of history that one call of `propose` or `observe` indexes, so that a long prompt found in the prefix
@@ -56,7 +56,7 @@ class HistoryProposer(ABC):
 
     @classmethod
     @abstractmethod
-    def from_config(cls, config: SpeculativeConfig) -> HistoryProposer: ...
+    def from_config(cls, config: MethodConfig) -> HistoryProposer: ...
 
     @abstractmethod
     def new_index(self) -> HistoryIndex: ...

@@ -11,7 +11,7 @@ from forerun.spec.proposer import RequestDraft
 from forerun.spec.proposers.history import HistoryProposer
 
 if TYPE_CHECKING:
-    from forerun.spec.config import SpeculativeConfig
+    from forerun.spec.config import MethodConfig
 
 # Most earlier places that a new one is compared with. At 96 and at 128 every match in 60,000 tokens of Python sources,
 # of Spec-Bench and of characters was the one that no limit gives; at 64 up to 0.3% were shorter, for max n 64 and 1024.
@@ -45,7 +45,7 @@ class NgramProposer(HistoryProposer):
         self.prompt_lookup_max = prompt_lookup_max
 
     @classmethod
-    def from_config(cls, config: SpeculativeConfig) -> NgramProposer:
+    def from_config(cls, config: MethodConfig) -> NgramProposer:
         return cls(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
 
     def new_index(self) -> NgramIndex:

@@ -14,7 +14,7 @@ from forerun.spec.proposers.history import HistoryProposer
 from forerun.spec.suffix_tree import SuffixTree
 
 if TYPE_CHECKING:
-    from forerun.spec.config import SpeculativeConfig
+    from forerun.spec.config import MethodConfig
 
 
 class SuffixProposer(HistoryProposer):
@@ -41,7 +41,7 @@ class SuffixProposer(HistoryProposer):
         self.min_token_prob = min_token_prob
 
     @classmethod
-    def from_config(cls, config: SpeculativeConfig) -> SuffixProposer:
+    def from_config(cls, config: MethodConfig) -> SuffixProposer:
         return cls(
             config.suffix_decoding_max_tree_depth,
             config.suffix_decoding_max_spec_factor,
