@@ -8,6 +8,7 @@ from forerun.errors import ConfigError
 from forerun.spec.config import MethodConfig, SpeculativeConfig
 from forerun.spec.proposer import Proposer
 from forerun.spec.proposers.ngram import NgramProposer
+from forerun.spec.proposers.ngram_mod import NgramModProposer
 from forerun.spec.proposers.none import EmptyProposer
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.verifier import Verifier
@@ -16,6 +17,7 @@ from forerun.spec.verifiers.standard import StandardVerifier
 
 PROPOSERS: dict[str, Callable[[MethodConfig], Proposer]] = {
     "ngram": NgramProposer.from_config,
+    "ngram_mod": NgramModProposer.from_config,
     "suffix": SuffixProposer.from_config,
 }
 VERIFIERS: dict[str, Callable[[], Verifier]] = {"match": MatchVerifier, "standard": StandardVerifier}
