@@ -17,6 +17,7 @@ from forerun.errors import ConfigError, RequestError
 from forerun.models.tokenizer import Tokenizer
 from forerun.request import DRAWN_SEED_BITS, FinishReason, SamplingParams
 from forerun.spec.config import SpeculativeConfig
+from forerun.spec.per_request import RequestSpeculation, request_speculation
 from forerun.spec.verifier import TokenLogprobs
 
 Message = Mapping[str, Any]
@@ -111,7 +112,7 @@ class LLM:
         Args:
             prompts: a text, a list of token ids, or a list of either.
             sampling_params: one for all, or one a prompt.
-            speculation: False switches drafting off for this call.
+            speculation: False switches drafting off for this call, whatever `sampling_params` say.
 
         Raises:
             RequestError: a prompt or parameter that cannot be served; nothing is generated then.
@@ -146,6 +147,9 @@ class LLM:
             raise RequestError(f"a prompt must be a text or a list of token ids, got {prompt!r:.80}", "prompt")
         return [operator.index(token) for token in prompt]
 
+    def _speculation(self, params: SamplingParams) -> RequestSpeculation:
+        return request_speculation(params.speculative_config, self.info.spec_methods, self.info.num_spec_tokens)
+
     def _run(
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
@@ -161,8 +165,16 @@ class LLM:
             for (text, ids), p in zip(prompts, each, strict=True):
                 seed = self._seeds.getrandbits(DRAWN_SEED_BITS) if p.seed is None else p.seed
                 request_id = f"request-{next(self._ids)}"
+                drafts = self._speculation(p) if speculation else RequestSpeculation(0)
                 self.engine.add_request(
-                    NewRequest(request_id, ids, p, seed, max_draft_tokens=None if speculation else 0)
+                    NewRequest(
+                        request_id,
+                        ids,
+                        p,
+                        seed,
+                        max_draft_tokens=drafts.max_draft_tokens,
+                        draft_methods=drafts.draft_methods,
+                    )
                 )
                 answer = CompletionOutput(logprobs=None if p.logprobs is None else [])
                 results[request_id] = RequestOutput(request_id, text, ids, seed, [answer])

@@ -6,7 +6,7 @@ import enum
 import math
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,9 @@ class SamplingParams:
         logprobs: None for none; n for the drawn token's and the n most likely ones' log-probabilities, taken from
             the raw distribution (before temperature and filters).
         skip_special_tokens: leave special tokens out of the text.
+        speculative_config: how this request may draft: `num_speculative_tokens` up to the engine's K (0: off) and
+            `method`, one or several of those loaded, or "none" (docs/speculative-config.md). The front that takes the
+            request checks it against the engine and turns it into fields of `NewRequest`.
 
     Raises:
         RequestError: a value out of range; `param` names the field.
@@ -83,6 +86,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    speculative_config: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -108,6 +112,10 @@ class SamplingParams:
             raise RequestError(f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", "logprobs")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", "stop")
+        if self.speculative_config is not None and not isinstance(self.speculative_config, Mapping):
+            raise RequestError(
+                f"speculative_config must be an object, got {self.speculative_config!r:.80}", "speculative_config"
+            )
         if "" in self.stop:
             raise RequestError(f"stop[{self.stop.index('')}] must not be empty", "stop")
 

@@ -44,9 +44,10 @@ def _run(words: list[str]) -> int:
     from forerun.cli.flags import repeat_lists, usage_mistake
 
     if words:
+        from forerun.cli.llama_cpp import translate
         from forerun.cli.speculation import join_dotted
 
-        words = repeat_lists(join_dotted(words))
+        words = repeat_lists(join_dotted(translate(words)))
     app = build_app(words[0] if words else None)
     try:
         code = app(args=words or ["--help"], prog_name="forerun", standalone_mode=False)

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from forerun.cli.llama_cpp import flag_rows
 from forerun.errors import ConfigError
-from forerun.spec.config import SpeculativeConfig
+from forerun.spec.config import MAX_METHODS, NGRAM_MOD_TOKENS, SpeculativeConfig
+from forerun.spec.control import STEPS_TO_RISE
 from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, NOT_METHODS, Key, Method, Status
 from forerun.spec.schema import json_schema
 from forerun.spec.source import EXAMPLE, FLAG
@@ -161,6 +163,7 @@ forerun config --check '{EXAMPLE}'
   of them is enough to draft. They join the JSON; the same key in both is refused.
 - `--speculative-config.KEY VALUE` and `-sc.KEY=VALUE` set one key. They join the JSON too.
 - `--speculative-model` and `--num-speculative-tokens`, vLLM's flags of old, work with a warning that shows the JSON.
+- llama.cpp's flags (`--spec-type`, `-md`, ...) are read on `serve` and `generate`, see the end of this page.
 - `-` in the name of a key reads as `_`. `null` reads as not given.
 - Unknown keys, keys given twice, keys of another method, wrong types (`true` or `5.0` for an int, `"5"` for a number)
   and values out of range stop the start, before weights are loaded, with one line that names key, value and range.
@@ -169,22 +172,86 @@ forerun config --check '{EXAMPLE}'
 **served**: works. **not yet**: known, refused by name. **never**: refused by name, for the reason given.
 """
 
-_RULES = """\
+_RULES = f"""\
 ## How a configuration is resolved
 
-1. `method` is missing: `model` decides. `ngram` and `[ngram]` mean that method, a dotted path means `custom_class`,
-   anything else a draft model. Nothing overrides a `method` that is given.
+1. `method` is missing: `model` decides. `ngram` and `[ngram]` mean that method, a dotted path means `custom_class`.
+   Else the last component of the path counts: `eagle-`, `eagle3`, `dflash` or `dspark` in it mean that method; then
+   config.json, where the model is a directory that has one; else it is a draft model. Nothing overrides a `method` that
+   is given: where name or config.json suggest another one, a warning says so.
 2. An alias becomes the method that it names, with a warning.
 3. `ngram`: `num_speculative_tokens` must be given. Of `prompt_lookup_min` and `prompt_lookup_max` one that is missing
    takes the value of the other; both are 5 where both are missing. min above max is refused.
 4. `suffix`: `num_speculative_tokens` is `suffix_decoding_max_tree_depth` where it is missing, with a warning. Values
    that leave no room for a draft, or make K unreachable, are taken with a warning.
-5. `rejection_sample_method` `standard` becomes `match`: with one-hot drafts, which n-gram and suffix drafts are, both
-   accept the same, and `match` keeps the text besides.
+5. `ngram_mod`: `num_speculative_tokens` is {NGRAM_MOD_TOKENS} where it is missing, as in llama.cpp. `ngram_mod_n_min`
+   above it is refused.
+6. `draft_model`: `model` and `num_speculative_tokens` must be given. `parallel_drafting` and `use_heterogeneous_vocab`
+   exclude each other, and go with `draft_sample_method` `greedy` only.
+7. `rejection_sample_method` `standard` becomes `match` unless a draft is probabilistic: with one-hot and coupled drafts
+   `match` keeps the text, and with one-hot ones both accept the same. With `draft_sample_method` `probabilistic`
+   `standard` is taken where no rule is given, with a warning: it keeps the distribution, not the text of a seed.
+   `match` is refused with it.
 
-Unlike vLLM 0.33.0, `suffix_decoding_max_cached_requests` is 0 and not 10000 where it is missing: drafts copy from the
-request's own tokens until a cache across requests is served. Bounds above (1024 tokens, 128 for the depth of the suffix
-tree) are ours; vLLM has none.
+`suffix_decoding_max_cached_requests` is 0 where it is missing, and not 10000 as in vLLM 0.33.0: drafts copy from the
+request's own tokens unless more is asked for, so that no answer's speed depends on what others wrote. Bounds above
+(1024 tokens, 128 for the depth of the suffix tree, {MAX_METHODS} methods) are ours; vLLM has none.
+
+## Several methods
+
+`"method"` may be a list. In each step a request asks its members in order and takes the first draft that is not empty.
+
+```json
+{{"method": ["suffix", "draft_model"], "model": "DRAFT", "num_speculative_tokens": 4}}
+{{"method": [{{"method": "suffix", "num_speculative_tokens": 16}}, {{"method": "draft_model", "model": "DRAFT"}}],
+ "num_speculative_tokens": 4}}
+```
+
+- A key beside `method` goes to every member that it belongs to, and must belong to one. A member's own key wins.
+- `rejection_sample_method` and `num_speculative_tokens_per_batch_size` hold for all and stand beside `method`.
+- K of the whole is the largest of the members'. Two members of one method must differ.
+- A message about a member begins with its place: `method[1]: ...`.
+
+## Draft lengths by batch size
+
+`"num_speculative_tokens_per_batch_size": [[1, 4, 5], [8, 16, 2], [32, 64, 0]]` drafts 5 tokens where 1 to 4 requests
+decode, 2 where 8 to 16 do, none from 32 on.
+
+- Ranges include both ends. The lowest begins at 1; two that overlap are refused, in whatever order they stand.
+- A gap keeps the K of the range before it, and beyond the last range its K holds: the table resolves to
+  `[[1, 7, 5], [8, 31, 2], [32, 64, 0]]`, which the log shows at start and `/v1/speculation` at any time.
+- K above `num_speculative_tokens` is cut to it, with a warning.
+- Counted are requests that decode: not those whose prompt is still being computed (vLLM counts these too).
+- K falls in the step in which more requests decode. It rises once the table has allowed more in {STEPS_TO_RISE} steps
+  in a row, to the least that it allowed in them: requests that come and go around an edge do not have K flap.
+- K = 0: no draft is made, and no memory is taken for one.
+
+## Per request
+
+A body of `/v1/completions` or `/v1/chat/completions`, and `SamplingParams` in Python, may hold `speculative_config`:
+
+```json
+{{"speculative_config": {{"num_speculative_tokens": 2}}}}
+{{"speculative_config": {{"method": "suffix"}}}}
+{{"speculative_config": {{"method": ["suffix", "ngram"], "num_speculative_tokens": 4}}}}
+{{"speculative_config": {{"method": "none"}}}}
+```
+
+- `num_speculative_tokens`: 0 to K of the server; 0 switches drafting off for this request.
+- `method`: one of the methods that the server has loaded, or a list of them, which may draft for this request (in the
+  server's order); `none` switches drafting off.
+- Anything else is refused with HTTP 400. A server without speculation takes only what switches it off. The text never
+  depends on it where the rule is `match`.
+"""
+
+_LLAMA_CPP = """\
+## llama.cpp's flags
+
+On `forerun serve` and `forerun generate` they are read as JSON that says the same, and one line of the log shows it.
+Types are asked in llama.cpp's order, whatever their order in `--spec-type`. Defaults are llama.cpp's too: 3 tokens for
+draft models and heads, n-grams of 12 tokens and drafts of 48 for `ngram-simple`, 24, 48 and 64 for `ngram-mod`. A flag
+of a type that does not draft has no effect, which is said; what is not served is refused by name. They do not go
+together with `--speculative-config` and its shorthands.
 """
 
 
@@ -192,7 +259,7 @@ def render_markdown() -> str:
     """The text of docs/speculative-config.md."""
     parts = [_INTRO, "## Methods\n", _method_table(), "## Keys\n", _key_table()]
     parts += ["## Words that keys take\n", _choice_table(), _RULES, "## Names of methods that are taken or explained\n"]
-    parts += [_alias_table()]
+    parts += [_alias_table(), _LLAMA_CPP, _markdown_table(("Flag", "Here"), flag_rows())]
     return "\n".join(parts)
 
 

@@ -118,13 +118,13 @@ def demo(
 
     Ends with exit code 1 where a token differs.
     """
-    spec = speculative_config_from_options(
+    spec, notes = speculative_config_from_options(
         speculative_config=speculative_config, spec_method=spec_method, spec_model=spec_model, spec_tokens=spec_tokens
     )
     if spec is None:
-        spec = speculative_config_from_options(speculative_config=DEFAULT_SPECULATION)
+        spec, notes = speculative_config_from_options(speculative_config=DEFAULT_SPECULATION)
     assert spec is not None
-    for warning in spec.warnings:
+    for warning in notes:
         say(f"warning: {warning}")
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     cache_bytes = parse_bytes("--kv-cache-memory", kv_cache_memory)

@@ -17,6 +17,7 @@ from forerun.cli.speculation import (
     LegacyTokensOption,
     SpecMethodOption,
     SpecModelOption,
+    SpecNotesOption,
     SpecTokensOption,
     SpeculativeConfigOption,
     speculative_config_from_options,
@@ -52,6 +53,7 @@ def generate(
     spec_tokens: SpecTokensOption = None,
     speculative_model: LegacyModelOption = None,
     num_speculative_tokens: LegacyTokensOption = None,
+    spec_note: SpecNotesOption = None,
     tokenizer: Annotated[str | None, typer.Option(help="Where the tokenizer comes from, if not the model.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, tokens.")] = None,
     kv_cache_memory: Annotated[
@@ -63,16 +65,17 @@ def generate(
 
     Drafting (--speculative-config, see `forerun config`) changes the speed and not the text.
     """
-    spec = speculative_config_from_options(
+    spec, notes = speculative_config_from_options(
         speculative_config=speculative_config,
         spec_method=spec_method,
         spec_model=spec_model,
         spec_tokens=spec_tokens,
         speculative_model=speculative_model,
         num_speculative_tokens=num_speculative_tokens,
+        notes=spec_note,
     )
-    for warning in spec.warnings if spec is not None else ():
-        say(f"warning: {warning}")
+    for note in notes:
+        say(f"warning: {note}")
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,

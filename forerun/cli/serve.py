@@ -15,6 +15,7 @@ from forerun.cli.speculation import (
     LegacyTokensOption,
     SpecMethodOption,
     SpecModelOption,
+    SpecNotesOption,
     SpecTokensOption,
     SpeculativeConfigOption,
     speculative_config_from_options,
@@ -103,6 +104,7 @@ def serve(
     spec_tokens: SpecTokensOption = None,
     speculative_model: LegacyModelOption = None,
     num_speculative_tokens: LegacyTokensOption = None,
+    spec_note: SpecNotesOption = None,
     tokenizer: Annotated[str | None, _engine("Where the tokenizer comes from; if not given, the model.")] = None,
     max_model_len: Annotated[
         str | None, _engine("Longest prompt plus output: 4096, 4k, 4K or auto.", metavar="TOKENS")] = None,
@@ -146,13 +148,14 @@ def serve(
     Draft with --speculative-config (see `forerun config`); the answers do not change by it.
     """
     # fmt: on
-    spec = speculative_config_from_options(
+    spec, notes = speculative_config_from_options(
         speculative_config=speculative_config,
         spec_method=spec_method,
         spec_model=spec_model,
         spec_tokens=spec_tokens,
         speculative_model=speculative_model,
         num_speculative_tokens=num_speculative_tokens,
+        notes=spec_note,
     )
     config = EngineConfig(
         model=model,
@@ -195,8 +198,8 @@ def serve(
     from forerun.server.run import serve as run  # after all flags are judged: it brings the web server
 
     log_to_stderr("server")
-    for warning in spec.warnings if spec is not None else ():
-        logger.warning("%s", warning)
+    for note in notes:
+        logger.warning("%s", note)
     raise typer.Exit(run(config, settings, web))
 
 

@@ -6,7 +6,6 @@ main program passes its arguments through `join_dotted` first. Not for the keys 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.errors import ConfigError
 from forerun.spec.config import SpeculativeConfig, add_shorthand, known_keys
 from forerun.spec.keys import KEYS
 from forerun.spec.refusal import refuse, show
@@ -26,7 +26,7 @@ SpeculativeConfigOption = Annotated[
         "-sc",
         metavar="JSON",
         help="How to draft, as a JSON object or @FILE; `forerun config` lists the keys. "
-        "Single keys: --speculative-config.KEY VALUE.",
+        "Single keys: --speculative-config.KEY VALUE. llama.cpp's --spec-type, -md and the like are read too.",
     ),
 ]
 SpecMethodOption = Annotated[str | None, typer.Option("--spec-method", metavar="NAME", help="Short for key method.")]
@@ -36,6 +36,7 @@ SpecTokensOption = Annotated[
 ]
 LegacyModelOption = Annotated[str | None, typer.Option("--speculative-model", hidden=True)]
 LegacyTokensOption = Annotated[int | None, typer.Option("--num-speculative-tokens", hidden=True)]
+SpecNotesOption = Annotated[list[str] | None, typer.Option("--spec-note", hidden=True)]  # see cli/llama_cpp.py
 
 _DOTTED = re.compile(r"(?:--speculative-config|-sc)\.(?P<path>[^=]*)(?P<equals>=)?(?P<value>.*)", re.DOTALL)
 _WHOLE = re.compile(r"(?:--speculative-config|-sc)(?:=(?P<value>.*))?", re.DOTALL)
@@ -50,11 +51,14 @@ def speculative_config_from_options(
     spec_tokens: int | None = None,
     speculative_model: str | None = None,
     num_speculative_tokens: int | None = None,
-) -> SpeculativeConfig | None:
-    """What the options resolve to; None where none of them is given. An empty string counts as given.
+    notes: Sequence[str] | None = None,
+) -> tuple[SpeculativeConfig | None, tuple[str, ...]]:
+    """What the options resolve to (None where none of them is given; an empty string counts as given), and what the
+    user should know about it, for the log.
 
     Args:
         speculative_model, num_speculative_tokens: the spellings of old, taken with a warning that shows the JSON.
+        notes: what `cli/llama_cpp.py` says about the flags that it translated.
     Raises:
         ConfigError: as `SpeculativeConfig.parse`; also where a key is given by two options.
     """
@@ -65,17 +69,22 @@ def speculative_config_from_options(
         ("--speculative-model", speculative_model, "model"),
         ("--num-speculative-tokens", num_speculative_tokens, "num_speculative_tokens"),
     )
+    said = tuple(notes or ())
     if speculative_config is None and all(value is None for _, value, _ in options):
-        return None
+        return None, said
     given = known_keys(read_object({} if speculative_config is None else speculative_config))
     for flag, value, key in options:
         add_shorthand(given, flag, value, key)
-    config = SpeculativeConfig.parse(given)
+    try:
+        config = SpeculativeConfig.parse(given)
+    except ConfigError as error:
+        if not said:
+            raise
+        raise ConfigError(f"{error} ({said[0]})") from None
     legacy = [flag for flag, value, _ in options[3:] if value is not None]
     if legacy:
-        old = f"{' and '.join(legacy)}: old spelling, read as {FLAG} '{json.dumps(given)}'"
-        config = dataclasses.replace(config, warnings=(old, *config.warnings))
-    return config
+        said += (f"{' and '.join(legacy)}: old spelling, read as {FLAG} '{json.dumps(given)}'",)
+    return config, said + config.warnings
 
 
 def join_dotted(arguments: Sequence[str]) -> list[str]:
@@ -98,10 +107,10 @@ def join_dotted(arguments: Sequence[str]) -> list[str]:
     while words:
         word = words.pop()
         if match := _DOTTED.fullmatch(word):
-            value = match["value"] if match["equals"] else _value_after(word, words)
+            value = match["value"] if match["equals"] else value_after(word, words)
             _put(joined, match["path"].split("."), value, word)
         elif match := _WHOLE.fullmatch(word):
-            whole.append(_value_after(word, words) if match["value"] is None else match["value"])
+            whole.append(value_after(word, words) if match["value"] is None else match["value"])
         else:
             rest.append(word)
     if len(whole) > 1:
@@ -115,7 +124,7 @@ def join_dotted(arguments: Sequence[str]) -> list[str]:
     return [*rest, FLAG, json.dumps(joined), *tail]
 
 
-def _value_after(word: str, words: list[str]) -> str:
+def value_after(word: str, words: list[str]) -> str:
     """Take the next word (the last of the reversed list) as a value, unless it is an option itself."""
     if not words or (words[-1].startswith("-") and not _NUMBER.fullmatch(words[-1])):
         refuse(f"{word} needs a value")

@@ -121,6 +121,7 @@ def _info(config: EngineConfig, target: Target, pool: CachePool, max_model_len: 
         load_time_s=target.load_time_s,
         speculative_config=spec.resolved() if spec else None,
         num_spec_tokens=spec.num_speculative_tokens if spec else 0,
+        spec_methods=spec.method_names if spec else (),
         log_lines=lines + [f"WARNING: {warning}" for warning in _warnings(config, target.model)],
     )
 

@@ -12,7 +12,8 @@ from forerun.spec.verifier import TokenLogprobs
 
 
 class NewRequest(msgspec.Struct, tag="new"):
-    """A tokenised request. `seed` is always set: the front draws one where the user gave none."""
+    """A tokenised request. `seed` is always set: the front draws one where the user gave none. So are the bounds on
+    drafts: the front reads them from `params.speculative_config`, which the engine does not look at."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -115,6 +116,7 @@ class EngineInfo(msgspec.Struct, tag="ready"):
     load_time_s: float
     speculative_config: dict[str, Any] | None = None  # the resolved configuration; None without speculation
     num_spec_tokens: int = 0  # K, 0 without speculation
+    spec_methods: tuple[str, ...] = ()  # names of the loaded methods, in the order in which they are asked
     log_lines: list[str] = []  # what start-up said, for the front's log
 
 

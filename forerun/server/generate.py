@@ -17,6 +17,7 @@ from forerun.server.openapi import describe_body
 from forerun.server.prompts import chat_prompt, check_prompt, check_token_ids, completion_prompts, offload
 from forerun.server.state import ServerState, state_of
 from forerun.server.streaming import ClientGoneError, EventStream, Outputs, unless_gone
+from forerun.spec.per_request import RequestSpeculation
 
 router = APIRouter()
 
@@ -25,11 +26,11 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     state = state_of(request)
     body = CompletionBody.read(await read_json(request))
-    model, params = state.served_name(body.model), _checked_params(state, body)
+    model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
     prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens, state.limits)
     for prompt in prompts:
         check_prompt(prompt, "prompt", state.vocab_size, state.client.info.max_model_len)
-    job = state.jobs.make("cmpl", model, body, params, prompts, _given_id(request, body))
+    job = state.jobs.make("cmpl", model, body, params, prompts, _given_id(request, body), drafts)
     return await _respond(request, state, CompletionAnswer(job, state.tokenizer, state.settings))
 
 
@@ -37,7 +38,7 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     state = state_of(request)
     body = ChatBody.read(await read_json(request))
-    model, params = state.served_name(body.model), _checked_params(state, body)
+    model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
     prompt = await chat_prompt(
         state.tokenizer,
         body.messages,
@@ -47,7 +48,7 @@ async def chat_completions(request: Request) -> Response:
         template_kwargs=body.chat_template_kwargs,
     )
     check_prompt(prompt, "messages", state.vocab_size, state.client.info.max_model_len)
-    job = state.jobs.make("chatcmpl", model, body, params, [prompt], _given_id(request, body))
+    job = state.jobs.make("chatcmpl", model, body, params, [prompt], _given_id(request, body), drafts)
     return await _respond(request, state, ChatAnswer(job, state.tokenizer, state.settings))
 
 
@@ -59,6 +60,11 @@ async def read_json(request: Request) -> dict[str, Any]:
 def _checked_params(state: ServerState, body: GenerationBody) -> SamplingParams:
     check_token_ids(body.stop_token_ids, "stop_token_ids", state.vocab_size)
     return body.sampling()
+
+
+def _speculation(state: ServerState, body: GenerationBody) -> RequestSpeculation:
+    info = state.client.info
+    return body.speculation(info.spec_methods, info.num_spec_tokens)
 
 
 def _given_id(request: Request, body: GenerationBody) -> str:

@@ -14,6 +14,7 @@ from forerun.engine.messages import NewRequest, RequestMetrics, RequestOutput
 from forerun.request import DRAWN_SEED_BITS, FinishReason, SamplingParams
 from forerun.server.models import GenerationBody
 from forerun.server.settings import ServerSettings
+from forerun.spec.per_request import RequestSpeculation
 from forerun.spec.verifier import TokenLogprobs
 
 
@@ -92,6 +93,7 @@ class JobMaker:
         params: SamplingParams,
         prompts: Sequence[list[int]],
         name: str,
+        drafts: RequestSpeculation,
     ) -> Job:
         """`name` is the id that the user gave, or "". The engine's ids are our own: a name may be given twice."""
         unique = uuid.uuid4().hex
@@ -105,7 +107,8 @@ class JobMaker:
                     params,
                     self._seed(params.seed),
                     cache_salt=body.cache_salt or "",
-                    max_draft_tokens=body.max_draft_tokens,
+                    max_draft_tokens=drafts.max_draft_tokens,
+                    draft_methods=drafts.draft_methods,
                 )
             )
             for index, prompt in enumerate(prompts)

@@ -6,7 +6,7 @@ Types are strict (no "0.5" for a number). Ranges of sampling values are judged i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from forerun.errors import RequestError
 from forerun.request import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
 from forerun.server.fields import CHAT_NOT_SERVED, COMPLETION_NOT_SERVED, Neutral, served_fields, shorten
+from forerun.spec.per_request import RequestSpeculation, request_speculation
 
 logger = logging.getLogger("forerun.server")
 
@@ -72,7 +73,12 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    max_draft_tokens: Annotated[int | None, Field(ge=0, le=1024)] = None  # ours: 0 switches drafting off
+    # Ours: how this request may draft, judged against what the server has loaded; and its older, shorter form.
+    speculative_config: Annotated[
+        dict[str, Any] | None,
+        Field(description="num_speculative_tokens (0: off) and method (a name, a list of names, or none)"),
+    ] = None
+    max_draft_tokens: Annotated[int | None, Field(ge=0, le=1024)] = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
     request_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     return_token_ids: bool = False
@@ -111,6 +117,18 @@ class GenerationBody(Body):
             logprobs=self.num_logprobs(),
             skip_special_tokens=self.skip_special_tokens,
         )
+
+    def speculation(self, methods: Sequence[str], num_speculative_tokens: int) -> RequestSpeculation:
+        """How the request may draft, on a server with these methods and this K.
+
+        Raises:
+            RequestError: a method that is not loaded, too many tokens, or a key that nobody knows.
+        """
+        if self.max_draft_tokens is None:
+            return request_speculation(self.speculative_config, methods, num_speculative_tokens)
+        if self.speculative_config is not None:
+            raise RequestError("speculative_config and max_draft_tokens exclude each other", "max_draft_tokens")
+        return RequestSpeculation(self.max_draft_tokens)
 
     def token_limit(self) -> int | None:
         raise NotImplementedError

@@ -20,6 +20,8 @@ from forerun.server.app import create_app
 from forerun.server.prompts import Tokenizer
 from forerun.server.settings import ServerSettings, WebSettings
 from forerun.server.system import package_version
+from forerun.spec.batch_table import KEY as TABLE_KEY
+from forerun.spec.batch_table import describe
 
 logger = logging.getLogger("forerun.server")
 
@@ -171,6 +173,8 @@ def _announce(client: EngineClient, settings: ServerSettings, sock: socket.socke
         logger.log(level, "%s", line.removeprefix("WARNING: "))
     if client.info.speculative_config is not None:
         logger.info("Speculative config: %s", json.dumps(client.info.speculative_config))
+        if table := client.info.speculative_config.get(TABLE_KEY):
+            logger.info("Draft lengths by number of decoding requests: %s", describe(table))
     elif settings.per_request_spec_decode_metrics != "none":
         logger.warning("per_request_spec_decode_metrics has no effect: speculation is off")
     host = f"[{web.host}]" if ":" in web.host else web.host

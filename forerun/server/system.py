@@ -66,6 +66,7 @@ async def speculation(request: Request) -> Response:
     return json_response(
         {
             "speculative_config": client.info.speculative_config,
+            "methods": client.info.spec_methods,
             "num_speculative_tokens": client.info.num_spec_tokens,
             "totals": _totals(stats.spec),
             "by_proposer": {name: _totals(totals) for name, totals in stats.spec_by_proposer.items()},

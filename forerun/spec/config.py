@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from forerun.spec.batch_table import Table, clamp
 from forerun.spec.detect import suggested_method
@@ -102,7 +102,7 @@ class MethodConfig:
                 if value is not None:
                     object.__setattr__(self, f.name, key.check(value))
             elif f.name != "method" and value != f.default:
-                _refuse_foreign(key, value, self.method)
+                _refuse_foreign(key, value, [self.method])
         if self.kv_cache_dtype == "auto":
             object.__setattr__(self, "kv_cache_dtype", None)
         _RULES[self.method](self)
@@ -233,11 +233,15 @@ def _resolve(given: dict[str, Any]) -> SpeculativeConfig:
     warnings: list[str] = []
     flat = {name: value for name, value in given.items() if not KEYS[name].whole}
     members = _members(given.get("method"), flat, warnings)
+    names = list(dict.fromkeys(member.method for member in members))
     for name, value in flat.items():
-        _check_owner(KEYS[name], value, [member.method for member in members])
+        _check_owner(KEYS[name], value, names)
         # Checked here too, so that a value is named as it was given, before another key takes its default from it.
         flat[name] = KEYS[name].check(value)
-    whole = {name: KEYS[name].check(given[name]) for name in given if KEYS[name].whole and name != "method"}
+    whole = {name: value for name, value in given.items() if KEYS[name].whole and name != "method"}
+    for name, value in whole.items():
+        _check_served(KEYS[name], value, names)
+        whole[name] = KEYS[name].check(value)
     methods = []
     for member in members:
         said: list[str] = []
@@ -442,15 +446,18 @@ def _warn_of_name(method: str, model: str, warnings: list[str]) -> None:
 # -- which key goes where
 
 
-def _takes(method: str) -> str:
-    names = [key.name for key in keys_of(method) if not key.no_effect]
+def _takes(methods: Sequence[str]) -> str:
+    """What would be taken instead, for a message."""
+    if len(methods) > 1:
+        return f"method {quoted(methods)}: `forerun config` lists what each takes"
+    own = [key.name for key in keys_of(methods[0]) if not key.no_effect]
     whole = [key.name for key in KEYS.values() if key.whole and key.status is Status.SERVED and key.name != "method"]
-    return f'method "{method}" takes {", ".join(names + whole)}'
+    return f'method "{methods[0]}" takes {", ".join(own + whole)}'
 
 
-def _refuse_foreign(key: Key, value: object, *methods: str) -> None:
+def _refuse_foreign(key: Key, value: object, methods: Sequence[str]) -> NoReturn:
     yet = "" if key.status is Status.SERVED else " and is not served yet"
-    refuse(f"{key.name}={show(value)} belongs to {quoted(key.methods)}{yet}; {'; '.join(map(_takes, methods))}")
+    refuse(f"{key.name}={show(value)} belongs to {quoted(key.methods)}{yet}; {_takes(methods)}")
 
 
 def _check_owner(key: Key, value: object, methods: Sequence[str]) -> None:
@@ -459,9 +466,13 @@ def _check_owner(key: Key, value: object, methods: Sequence[str]) -> None:
         if key.name == "model":
             _check_word(value, methods)
         elif value not in key.elsewhere:
-            _refuse_foreign(key, value, *dict.fromkeys(methods))
+            _refuse_foreign(key, value, methods)
+    _check_served(key, value, methods)
+
+
+def _check_served(key: Key, value: object, methods: Sequence[str]) -> None:
     if key.status is Status.NOT_YET:
-        refuse(f"{key.name}={show(value)} is not served yet ({key.why}); {'; '.join(map(_takes, methods))}")
+        refuse(f"{key.name}={show(value)} is not served yet ({key.why}); {_takes(methods)}")
 
 
 def _check_word(model: object, methods: Sequence[str]) -> None:
@@ -470,8 +481,7 @@ def _check_word(model: object, methods: Sequence[str]) -> None:
         refuse(f"model must be a string, got {show(model)}")
     if model not in methods and not (model == "[ngram]" and "ngram" in methods):
         refuse(
-            f"model={show(model)} does not go with method {quoted(dict.fromkeys(methods))}, which drafts without a "
-            "model: leave it out"
+            f"model={show(model)} does not go with method {quoted(methods)}, which drafts without a model: leave it out"
         )
 
 

@@ -22,6 +22,7 @@ from forerun.cli.speculation import (
     LegacyTokensOption,
     SpecMethodOption,
     SpecModelOption,
+    SpecNotesOption,
     SpecTokensOption,
     SpeculativeConfigOption,
     join_dotted,
@@ -48,17 +49,19 @@ def draft(
     spec_tokens: SpecTokensOption = None,
     speculative_model: LegacyModelOption = None,
     num_speculative_tokens: LegacyTokensOption = None,
+    spec_note: SpecNotesOption = None,
 ) -> None:
     """A command with the speculation options, as `serve` and `generate` have them."""
-    resolved = speculative_config_from_options(
+    resolved, notes = speculative_config_from_options(
         speculative_config=speculative_config,
         spec_method=spec_method,
         spec_model=spec_model,
         spec_tokens=spec_tokens,
         speculative_model=speculative_model,
         num_speculative_tokens=num_speculative_tokens,
+        notes=spec_note,
     )
-    typer.echo(json.dumps(None if resolved is None else [resolved.resolved(), resolved.warnings]))
+    typer.echo(json.dumps([None if resolved is None else resolved.resolved(), notes]))
 
 
 def run(*arguments: str) -> Any:
@@ -85,7 +88,7 @@ def refusal(*arguments: str) -> str:
 
 
 def test_without_an_option_there_is_no_speculation() -> None:
-    assert run("draft").stdout == "null\n"
+    assert run("draft").stdout == "[null, []]\n"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,7 @@ def test_the_warning_shows_all_that_was_given() -> None:
         (["-sc.draft_load_config.a.b", "1", "-sc.method", "ngram"], ['draft_load_config={"a": {"b": 1}}']),
         (["-sc.method", "ngram", "-sc.method.a", "1"], ["method", "already"]),
         (["-sc.spec_tree.a", "1", "-sc.spec_tree.a", "2"], ["spec_tree.a", "twice"]),
-        (["--speculative-model", "org/model", "--num-speculative-tokens", "5"], ["org/model", "not served yet"]),
+        (["--speculative-model", "org/model", "--num-speculative-tokens", "-5"], ["num_speculative_tokens", "got -5"]),
         (["-sc", ""], ["empty"]),
         (["--spec-method", ""], ['method=""']),
     ],

@@ -36,6 +36,7 @@ VOCAB_SIZE = 256
 MAX_MODEL_LEN = 512
 NUM_BLOCKS = 64
 NUM_SPEC_TOKENS = 4
+SPEC_METHODS = ("suffix", "ngram")
 
 
 def letter(position: int) -> int:
@@ -120,6 +121,7 @@ class FakeEngine:
             load_time_s=0.0,
             speculative_config={"method": "ngram", "num_speculative_tokens": 4} if self._speculation else None,
             num_spec_tokens=NUM_SPEC_TOKENS if self._speculation else 0,
+            spec_methods=SPEC_METHODS if self._speculation else (),
             log_lines=["CPU KV cache size: 1,024 tokens"],
         )
 

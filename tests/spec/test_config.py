@@ -16,14 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import ConfigError
-from forerun.spec.config import MAX_METHODS, MethodConfig, SpeculativeConfig
-from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, MTP_ALIASES, NOT_METHODS, SERVED_METHODS, Status, keys_of
+from forerun.spec.config import MethodConfig, SpeculativeConfig
+from forerun.spec.detect import suggested_method
+from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, MTP_ALIASES, NOT_METHODS, SERVED_METHODS, Status
 from forerun.spec.refusal import show
 from forerun.spec.schema import json_schema
 from forerun.spec.source import MAX_FILE_BYTES
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 5}
+MOD: dict[str, Any] = {"method": "ngram_mod", "num_speculative_tokens": 5}
+DRAFT: dict[str, Any] = {"method": "draft_model", "model": "org/model", "num_speculative_tokens": 5}
+OF_METHOD = {base["method"]: base for base in (NGRAM, SUFFIX, MOD, DRAFT)}
+TABLE = "num_speculative_tokens_per_batch_size"
 NUMBERS = [KEYS[name] for name in KEYS if KEYS[name].status is Status.SERVED and KEYS[name].minimum is not None]
 
 
@@ -39,7 +44,17 @@ def refusal(source: Any, **shorthands: Any) -> str:
 
 
 def base_of(name: str) -> dict[str, Any]:
-    return NGRAM if not KEYS[name].methods or "ngram" in KEYS[name].methods else SUFFIX
+    """A configuration to which the key belongs; bounds of one key that depend on another do not bind in it."""
+    base = next((OF_METHOD[method] for method in SERVED_METHODS if KEYS[name].belongs_to(method)), NGRAM)
+    above = {"prompt_lookup_min": "prompt_lookup_max"} | dict.fromkeys(
+        ("ngram_mod_n_min", "draft_min_tokens"), "num_speculative_tokens"
+    )
+    return base | ({above[name]: 1024} if name in above else {})
+
+
+def value_of(config: SpeculativeConfig, name: str) -> Any:
+    """What a key resolved to."""
+    return config.resolved()[name]
 
 
 # What is served
@@ -81,7 +96,7 @@ def test_suffix_resolves_to_every_key_that_has_an_effect() -> None:
         "suffix_decoding_max_cached_requests": 0,
         "rejection_sample_method": "match",
     }
-    assert isinstance(config.suffix_decoding_max_spec_factor, float)
+    assert isinstance(config.methods[0].suffix_decoding_max_spec_factor, float)
     assert config.warnings == ()
 
 
@@ -122,27 +137,57 @@ def test_a_configuration_survives_the_way_to_another_process() -> None:
 
 
 def test_the_fields_are_the_served_keys_that_the_engine_reads() -> None:
-    fields = {field.name for field in dataclasses.fields(SpeculativeConfig)} - {"warnings"}
-    served = {key.name for key in KEYS.values() if key.status is Status.SERVED}
-    assert fields == served - {"model", "draft_sample_method"}
-
-
-def test_an_object_made_by_hand_is_checked_too() -> None:
-    assert SpeculativeConfig(method="ngram", num_speculative_tokens=5) == SpeculativeConfig.parse(NGRAM)
-    wrong: dict[str, Any] = {
-        "method": "eagle3",
-        "num_speculative_tokens": 0,
-        "prompt_lookup_min": 6,
-        "suffix_decoding_max_cached_requests": 1,
-        "rejection_sample_method": "fly",
+    served = [key for key in KEYS.values() if key.status is Status.SERVED and not key.no_effect]
+    whole = {key.attribute for key in served if key.whole}
+    own = {key.attribute for key in served if not key.whole}
+    assert {field.name for field in dataclasses.fields(MethodConfig)} == own | {"method"}
+    assert {field.name for field in dataclasses.fields(SpeculativeConfig)} - {"warnings", "methods"} == whole - {
+        "method"
     }
-    for name, value in wrong.items():
-        with pytest.raises(ConfigError, match=name):
-            SpeculativeConfig(**(NGRAM | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "value"),
+    [
+        (NGRAM, "method", "eagle3"),
+        (NGRAM, "num_speculative_tokens", 0),
+        (NGRAM, "prompt_lookup_min", 6),
+        (NGRAM, "suffix_decoding_max_cached_requests", 1),
+        (NGRAM, "model", "org/model"),
+        (DRAFT, "model", None),
+        (DRAFT, "model", ""),
+        (DRAFT, "kv_cache_dtype", "fp8"),
+        (DRAFT, "min_draft_tokens", 6),
+        (DRAFT, "draft_sample_method", "greed"),
+        (DRAFT, "prompt_lookup_max", 4),
+        (MOD | {"ngram_mod_n_min": 5}, "num_speculative_tokens", 4),
+    ],
+)
+def test_an_object_made_by_hand_is_checked_too(base: dict[str, Any], name: str, value: Any) -> None:
+    assert MethodConfig(**base).method == base["method"]
+    with pytest.raises(ConfigError, match=name.replace("min_draft_tokens", "draft_min_tokens")):
+        MethodConfig(**(base | {name: value}))
+
+
+def test_a_whole_made_by_hand_is_checked_too() -> None:
+    ngram, drafts = MethodConfig(**NGRAM), MethodConfig(**DRAFT, draft_sample_method="probabilistic")
+    assert SpeculativeConfig(methods=(ngram,), rejection_sample_method="standard") == SpeculativeConfig.parse(NGRAM)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("method", {"methods": (), "rejection_sample_method": "match"}),
+        ("the same", {"methods": (ngram, ngram), "rejection_sample_method": "match"}),
+        ("rejection_sample_method", {"methods": (ngram,), "rejection_sample_method": "fly"}),
+        ("rejection_sample_method", {"methods": (drafts,), "rejection_sample_method": "match"}),
+        (TABLE, {"methods": (ngram,), "rejection_sample_method": "match", TABLE: ((2, 3, 1),)}),
+    ]
+    for word, values in wrong:
+        with pytest.raises(ConfigError, match=word):
+            SpeculativeConfig(**values)
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, forerun.spec.config; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, forerun.spec.config, forerun.spec.control, forerun.spec.schema; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -204,23 +249,54 @@ def test_a_bad_text_is_refused_where_it_is_bad(text: str, parts: list[str]) -> N
         (NGRAM | {"prompt_lookup_min": 6, "prompt_lookup_max": 3}, ["prompt_lookup_min=6", "prompt_lookup_max=3"]),
         (NGRAM | {"suffix_decoding_max_tree_depth": 8}, ["suffix_decoding_max_tree_depth=8", 'belongs to "suffix"']),
         (SUFFIX | {"prompt_lookup_max": 8}, ["prompt_lookup_max=8", 'belongs to "ngram"']),
-        (NGRAM | {"parallel_drafting": False}, ["parallel_drafting=false", "draft_model", "not served yet"]),
-        (NGRAM | {"draft_min_prob": 0.5}, ["draft_min_prob=0.5", "not served yet"]),
+        (NGRAM | {"parallel_drafting": False}, ["parallel_drafting=false", "draft_model"]),
+        (NGRAM | {"draft_min_prob": 0.5}, ["draft_min_prob=0.5", 'belongs to "draft_model"']),
+        (NGRAM | {"draft_sample_method": "coupled"}, ['draft_sample_method="coupled"', 'belongs to "draft_model"']),
+        (NGRAM | {"spec_tree": {}}, ["spec_tree={}", 'belongs to "eagle", "eagle3" and is not served yet']),
         (NGRAM | {"fly_window_size": 2}, ["fly_window_size=2", "not served yet"]),
         (NGRAM | {"num_speculative_tokens": "auto"}, ['num_speculative_tokens="auto"', "not served yet"]),
-        (SUFFIX | {"suffix_decoding_max_cached_requests": 1}, ["cached_requests=1 ", "not served yet", "give 0"]),
         (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, ["cached_requests", ">= 0", "got -1"]),
         (NGRAM | {"model": "org/model"}, ['model="org/model"', '"ngram"', "without a model"]),
         (NGRAM | {"model": 5}, ["model must be a string, got 5"]),
         ({"model": 5}, ["model must be a string, got 5"]),
-        ({"model": "org/model"}, ['model="org/model"', '"draft_model"', "not served yet"]),
+        ({"model": "org/model"}, ["num_speculative_tokens is missing", '"draft_model"']),
+        ({"method": "draft_model", "num_speculative_tokens": 4}, ["model is missing", '"draft_model"']),
+        ({"model": "", "num_speculative_tokens": 4}, ["model is missing", '"draft_model"']),
+        (DRAFT | {"draft_min_tokens": 6}, ["draft_min_tokens=6", "num_speculative_tokens=5"]),
+        (MOD | {"ngram_mod_n_min": 6}, ["ngram_mod_n_min=6", "num_speculative_tokens=5"]),
+        (DRAFT | {"draft_tensor_parallel_size": 2}, ["draft_tensor_parallel_size=2", "tensor parallel", "give 1"]),
+        (DRAFT | {"draft_load_config": {}}, ["draft_load_config={}", "the draft's files say", "not served yet"]),
+        (DRAFT | {"attention_backend": "FLASH"}, ['attention_backend="FLASH"', "the engine picks", "not served yet"]),
+        (DRAFT | {"quantization": "awq"}, ['got "awq"', "quantization", "int8"]),
+        (DRAFT | {"kv_cache_dtype": "fp8"}, ['kv_cache_dtype="fp8"', "not served yet", '"float32"']),
+        (DRAFT | {"parallel_drafting": 1}, ["parallel_drafting must be a boolean, got 1"]),
+        (
+            DRAFT | {"parallel_drafting": True, "draft_sample_method": "coupled"},
+            ["parallel_drafting=true", 'draft_sample_method="coupled"'],
+        ),
+        (
+            DRAFT | {"use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"},
+            ["use_heterogeneous_vocab=true", 'draft_sample_method="probabilistic"'],
+        ),
+        (
+            DRAFT | {"use_heterogeneous_vocab": True, "parallel_drafting": True},
+            ["use_heterogeneous_vocab=true", "parallel_drafting=true"],
+        ),
+        (
+            DRAFT | {"draft_sample_method": "probabilistic", "rejection_sample_method": "match"},
+            ['rejection_sample_method="match"', 'draft_sample_method="probabilistic"', '"standard"', "coupled"],
+        ),
+        (
+            DRAFT | {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+            ['rejection_sample_method="block"', "not served yet"],
+        ),
         ({"model": "package.module.Class"}, ['"custom_class"', "run code"]),
-        ({"model": "draft.gguf"}, ['"draft_model"', "not served yet"]),
+        ({"model": "draft.gguf"}, ['"draft_model"', "num_speculative_tokens"]),
         ({"model": "suffix"}, ['"method": "suffix"']),
         ({"method": 5}, ["method must be a string", "got 5"]),
         ({"method": {"a": 1}}, ["method must be a string"]),
         ({"method": []}, ["method=[]"]),
-        ({"method": ["suffix", "draft_model"]}, ['["suffix", "draft_model"]', "not served yet"]),
+        ({"method": "suffix,ngram"}, ['"suffix,ngram"', "a list"]),
         ({"method": ["suffix", "eagel3"]}, ['"eagel3"', '"eagle3"']),
         ({"method": ["suffix", 3]}, ["got 3"]),
         (NGRAM | {"rejection_sample_method": "standart"}, ['"standart"', 'mean "standard"']),
@@ -261,14 +337,15 @@ def test_an_int_takes_no_float(key: Any, value: float) -> None:
 def test_every_bound_is_the_last_value_that_is_taken(key: Any) -> None:
     step = 1 if key.type == "integer" else 1e-9
     parse, base = SpeculativeConfig.parse, base_of(key.name)
-    if key.name == "prompt_lookup_min":
-        base = base | {"prompt_lookup_max": 1024}
-    assert getattr(parse(base | {key.name: key.minimum}), key.name) == key.minimum
+    if key.no_effect:  # another value within the bounds is refused as not served
+        assert key.bounds in refusal(base | {key.name: key.minimum - step})
+        return
+    assert value_of(parse(base | {key.name: key.minimum}), key.name) == key.minimum
     message = refusal(base | {key.name: key.minimum - step})
     assert key.name in message
     assert key.bounds in message
     if key.maximum is not None:
-        assert getattr(parse(base | {key.name: key.maximum}), key.name) == key.maximum
+        assert value_of(parse(base | {key.name: key.maximum}), key.name) == key.maximum
         assert key.bounds in refusal(base | {key.name: key.maximum + step})
 
 
@@ -280,7 +357,7 @@ def test_a_method_that_is_not_served_is_refused_by_name(name: str) -> None:
     message = refusal({"method": name, "model": "org/model", "num_speculative_tokens": 3})
     yet = " yet" if METHODS[name].status is Status.NOT_YET else ""
     assert f'method="{name}" is not served{yet} (' in message
-    assert 'served: "ngram", "suffix"' in message
+    assert 'served: "ngram", "suffix", "ngram_mod", "draft_model"' in message
 
 
 def test_all_aliases_of_mtp_are_known() -> None:
@@ -338,7 +415,7 @@ def test_a_removed_key_names_its_replacement(removed: str, replacement: str) -> 
 def test_every_word_of_a_key_is_served_or_refused_by_name(name: str, choice: Any) -> None:
     if name == "method":
         return  # above
-    source = NGRAM | {name: choice.value}
+    source = base_of(name) | {name: choice.value}
     if choice.status is Status.SERVED:
         SpeculativeConfig.parse(source)
     else:
@@ -361,7 +438,270 @@ def test_the_table_is_sound() -> None:
             "array",
         )
     assert all(name in METHODS for name in METHOD_ALIASES.values())
-    assert SERVED_METHODS == ("ngram", "suffix")
+    assert SERVED_METHODS == ("ngram", "suffix", "ngram_mod", "draft_model")
+
+
+# Several methods
+
+
+@pytest.mark.parametrize(
+    ("source", "methods"),
+    [
+        ({"method": ["suffix"], "num_speculative_tokens": 5}, [SUFFIX]),
+        ({"method": ["suffix", "ngram"], "num_speculative_tokens": 5}, [SUFFIX, NGRAM]),
+        ({"method": ["ngram", "suffix"], "num_speculative_tokens": 5}, [NGRAM, SUFFIX]),
+        ({"method": ["suffix", "draft_model"], "model": "org/model", "num_speculative_tokens": 5}, [SUFFIX, DRAFT]),
+        ({"method": [SUFFIX, DRAFT]}, [SUFFIX, DRAFT]),
+        ({"method": [SUFFIX | {"num_speculative_tokens": 9}, DRAFT]}, [SUFFIX | {"num_speculative_tokens": 9}, DRAFT]),
+        # A member's own key wins over the flat one.
+        ({"method": ["suffix", {"method": "ngram", "num-speculative-tokens": 3}], "num_speculative_tokens": 5},
+         [SUFFIX, NGRAM | {"num_speculative_tokens": 3}]),
+        # A flat key goes to each member that it belongs to, and to no other.
+        ({"method": [SUFFIX, NGRAM], "prompt_lookup_max": 3}, [SUFFIX, NGRAM | {"prompt_lookup_max": 3}]),
+        ({"method": [SUFFIX, DRAFT], "draft_sample_method": "coupled"},
+         [SUFFIX, DRAFT | {"draft_sample_method": "coupled"}]),
+        ({"method": [NGRAM | {"prompt_lookup_max": 2}, NGRAM]}, [NGRAM | {"prompt_lookup_max": 2}, NGRAM]),
+        ({"method": [{"model": "org/model", "num_speculative_tokens": 5}, NGRAM]}, [DRAFT, NGRAM]),
+        ({"method": [NGRAM | {"model": "[ngram]"}, DRAFT]}, [NGRAM, DRAFT]),
+        ({"method": [SUFFIX, NGRAM], "draft_sample_method": "greedy"}, [SUFFIX, NGRAM]),
+    ],
+)  # fmt: skip
+def test_a_list_asks_its_members_in_their_order(source: dict[str, Any], methods: list[dict[str, Any]]) -> None:
+    config = SpeculativeConfig.parse(source)
+    assert config.methods == tuple(SpeculativeConfig.parse(method).methods[0] for method in methods)
+    assert config.num_speculative_tokens == max(method["num_speculative_tokens"] for method in methods)
+    comes_back(config)
+
+
+def test_members_stand_in_the_resolved_configuration_and_what_holds_for_all_beside_them() -> None:
+    source = {"method": [SUFFIX, NGRAM], "rejection_sample_method": "standard", TABLE: [[1, 2, 5]]}
+    resolved = SpeculativeConfig.parse(source).resolved()
+    members = resolved.pop("method")
+    assert [member["method"] for member in members] == ["suffix", "ngram"]
+    assert resolved == {"rejection_sample_method": "match", TABLE: [[1, 2, 5]]}
+    assert not any(key in member for member in members for key in resolved)
+
+
+def test_a_list_of_one_resolves_to_that_method_alone() -> None:
+    assert SpeculativeConfig.parse({"method": [NGRAM]}).resolved() == SpeculativeConfig.parse(NGRAM).resolved()
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ({"method": ["suffix", "suffix"]}, ["method[1] is the same as method[0]"]),
+        ({"method": [NGRAM, SUFFIX, NGRAM]}, ["method[2] is the same as method[0]"]),
+        ({"method": ["suffix", "ngram"]}, ["method[1]: num_speculative_tokens is missing"]),
+        ({"method": [SUFFIX, NGRAM | {"prompt_lookup_min": 0}]}, ["method[1]: prompt_lookup_min must be", "got 0"]),
+        ({"method": [SUFFIX, NGRAM], "prompt_lookup_min": 0}, ["speculative_config: prompt_lookup_min must be"]),
+        (
+            {"method": [NGRAM | {"prompt_lookup_max": 3}, SUFFIX], "prompt_lookup_min": 4},
+            ["method[0]: prompt_lookup_min=4", "prompt_lookup_max=3"],
+        ),
+        ({"method": [SUFFIX | {"prompt_lookup_min": 1}, NGRAM]}, ["method[0]: prompt_lookup_min=1 belongs to"]),
+        ({"method": [SUFFIX, NGRAM], "draft_min_prob": 0.5}, ["draft_min_prob=0.5 belongs to", '"suffix", "ngram"']),
+        ({"method": [SUFFIX, NGRAM], "model": "x"}, ['model="x"', '"suffix", "ngram"']),
+        ({"method": [SUFFIX | {"model": "x"}, DRAFT]}, ['method[0]: model="x"', '"suffix"']),
+        ({"method": [SUFFIX, NGRAM | {"rejection_sample_method": "match"}]}, ["method[1]: ", "holds for all"]),
+        ({"method": [SUFFIX, NGRAM | {TABLE: [[1, 2, 3]]}]}, ["method[1]: ", TABLE, "holds for all"]),
+        ({"method": [SUFFIX, {"metod": "ngram"}]}, ["method[1]: unknown key", '"method"']),
+        ({"method": [SUFFIX, {"method": ["ngram"]}]}, ["method[1]: method must be a string", '["ngram"]']),
+        ({"method": [SUFFIX, {}]}, ["method[1]: method is missing"]),
+        ({"method": [SUFFIX, "eagle3"]}, ['method[1]: method="eagle3" is not served yet']),
+        ({"method": [SUFFIX, "deepseek_mtp"]}, ['method[1]: method="deepseek_mtp" means "mtp"']),
+        ({"method": [SUFFIX, 3]}, ["method[1]: method must be a string", "got 3"]),
+        ({"method": [SUFFIX, None]}, ["method[1]: method is missing"]),
+        ({"method": ["suffix", "eagel3"]}, ['method[1]: method="eagel3"', '"eagle3"']),
+        ({"method": ["suffix"] * 9}, ["1 to 8 methods"]),
+        ({"method": [{"model": "org/eagle3"}], "num_speculative_tokens": 4}, ['method[0]: model="org/eagle3"']),
+        ({"method": [DRAFT | {"draft_sample_method": "probabilistic"}, NGRAM], "rejection_sample_method": "match"},
+         ['rejection_sample_method="match"', '"probabilistic"']),
+    ],
+)  # fmt: skip
+def test_a_bad_list_is_refused_where_it_is_bad(source: Any, parts: list[str]) -> None:
+    message = refusal(source)
+    for part in parts:
+        assert part in message
+
+
+def test_a_warning_of_a_member_says_which() -> None:
+    [warning] = SpeculativeConfig.parse({"method": [NGRAM, "suffix"]}).warnings
+    assert warning.startswith("method[1]: num_speculative_tokens is not given")
+
+
+# Draft models
+
+
+def test_a_draft_model_resolves_to_every_key_that_has_an_effect() -> None:
+    given = DRAFT | {
+        "revision": "abc",
+        "quantization": "int8",
+        "kv_cache_dtype": "float32",
+        "max_model_len": 512,
+        "draft_sample_method": "coupled",
+        "draft_min_prob": 0.25,
+        "draft_min_tokens": 2,
+    }
+    resolved = SpeculativeConfig.parse(given | {"draft_tensor_parallel_size": 1}).resolved()
+    rest = {"parallel_drafting": False, "use_heterogeneous_vocab": False, "rejection_sample_method": "match"}
+    assert resolved == given | rest
+
+
+def test_auto_and_null_leave_a_draft_to_its_checkpoint_and_target() -> None:
+    [method] = SpeculativeConfig.parse(DRAFT | {"kv_cache_dtype": "auto", "quantization": None}).methods
+    assert method == MethodConfig(**DRAFT)
+    assert method.kv_cache_dtype is None
+
+
+def test_probabilistic_drafts_take_the_standard_rule_and_say_what_that_keeps() -> None:
+    given = DRAFT | {"draft_sample_method": "probabilistic"}
+    config = SpeculativeConfig.parse(given)
+    assert config.rejection_sample_method == "standard"
+    [warning] = config.warnings
+    assert "distribution" in warning
+    assert "seed" in warning
+    asked = SpeculativeConfig.parse(given | {"rejection_sample_method": "standard"})
+    assert asked == config
+    assert asked.warnings == ()
+    one_of_two = SpeculativeConfig.parse({"method": [SUFFIX, given]})
+    assert one_of_two.rejection_sample_method == "standard"
+
+
+@pytest.mark.parametrize("sampled", ["greedy", "coupled"])
+@pytest.mark.parametrize("rule", ["match", "standard", None])
+def test_other_drafts_are_matched(sampled: str, rule: str | None) -> None:
+    given = DRAFT | {"draft_sample_method": sampled, "rejection_sample_method": rule}
+    config = SpeculativeConfig.parse(given)
+    assert config.rejection_sample_method == "match"
+    assert config.warnings == ()
+
+
+def test_ngram_mod_has_llama_cpps_defaults() -> None:
+    [method] = SpeculativeConfig.parse({"method": "ngram_mod"}).methods
+    assert (method.num_speculative_tokens, method.ngram_mod_n_match, method.ngram_mod_n_min) == (64, 24, 48)
+    [short] = SpeculativeConfig.parse({"method": "ngram_mod", "num_speculative_tokens": 16}).methods
+    assert short.ngram_mod_n_min == 16
+
+
+# Which method a model means
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("org/qwen-0.5b", "draft_model"),
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("yuhuili/EAGLE-LLaMA3-Instruct-8B", "eagle"),
+        ("z-lab/Qwen3-4B-DFlash/", "dflash"),
+        ("org/dspark_qwen3_4b", "dspark"),
+        ("eagle3-experiments/qwen-0.5b", "draft_model"),  # a folder's name says nothing of the model
+    ],
+)
+def test_the_last_part_of_a_path_says_what_a_model_is(model: str, method: str) -> None:
+    given = {"model": model, "num_speculative_tokens": 4}
+    if method == "draft_model":
+        config = SpeculativeConfig.parse(given)
+        assert config.methods[0].method == "draft_model"
+        assert config.warnings == ()
+    else:
+        assert f'without a method means "{method}"' in refusal(given)
+
+
+@pytest.mark.parametrize(
+    ("content", "method"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "draft_model"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
+        ({"architectures": ["DFlash2DraftModel"]}, "dflash"),
+        ({"architectures": ["MuseGlimmerAssistantModel"]}, "dflash"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "dspark"),
+        ({"model_type": "deepseek_mtp"}, "mtp"),
+        ({"model_type": "eagle"}, "eagle"),
+        ({"speculators_model_type": "peagle", "architectures": ["X"]}, "eagle3"),
+        ({"architectures": 5, "model_type": []}, "draft_model"),
+        ([], "draft_model"),
+    ],
+)
+def test_the_config_of_a_model_says_what_its_name_does_not(tmp_path: Path, content: Any, method: str) -> None:
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content))
+    assert (suggested_method(str(folder)) or ("draft_model",))[0] == method
+    config = SpeculativeConfig.parse(DRAFT | {"model": str(folder)})
+    assert config.methods[0].method == "draft_model"  # given, so kept
+    assert [f'suggests "{method}"' in warning for warning in config.warnings] == [True] * (method != "draft_model")
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 100_000])
+def test_a_config_that_cannot_be_read_says_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert suggested_method(str(tmp_path)) is None
+
+
+def test_a_method_that_is_given_is_kept_with_a_warning() -> None:
+    config = SpeculativeConfig.parse(DRAFT | {"model": "org/EAGLE3-head"})
+    assert config.resolved()["method"] == "draft_model"
+    [warning] = config.warnings
+    for part in ('"draft_model" is kept', '"org/EAGLE3-head"', '"eagle3" in its name'):
+        assert part in warning
+
+
+# The table of lengths by batch size: case C28
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ([[1, 4, 5], [8, 16, 2], [32, 64, 0]], [[1, 7, 5], [8, 31, 2], [32, 64, 0]]),
+        ([[8, 16, 2], [1, 7, 5]], [[1, 7, 5], [8, 16, 2]]),
+        ([[1, 1, 0]], [[1, 1, 0]]),
+        ([(1, 2, 3)], [[1, 2, 3]]),
+    ],
+)
+def test_a_table_is_sorted_and_its_gaps_are_closed(given: Any, resolved: Any) -> None:
+    config = SpeculativeConfig.parse(NGRAM | {TABLE: given})
+    assert config.resolved()[TABLE] == resolved
+    assert config.warnings == ()
+    comes_back(config)
+
+
+def test_a_table_is_clamped_with_a_warning() -> None:
+    config = SpeculativeConfig.parse(NGRAM | {TABLE: [[1, 4, 9], [5, 8, 2]]})
+    assert config.resolved()[TABLE] == [[1, 4, 5], [5, 8, 2]]
+    [warning] = config.warnings
+    assert "K=9 for 1 to 4 requests" in warning
+    assert "num_speculative_tokens=5" in warning
+    comes_back(config)
+
+
+@pytest.mark.parametrize(
+    ("table", "parts"),
+    [
+        ([[1, 8, 5], [8, 16, 2]], ["[1, 8, 5]", "[8, 16, 2]", "overlap"]),
+        ([[8, 16, 2], [1, 9, 5]], ["[1, 9, 5]", "[8, 16, 2]", "overlap"]),
+        ([[1, 2, 3], [1, 2, 3]], ["[1, 2, 3]", "overlap"]),
+        ([[2, 4, 5]], ["must begin at 1", "[2, 4, 5]"]),
+        ([[0, 4, 5]], [f"{TABLE}[0]=[0, 4, 5]", "start", "got 0"]),
+        ([[1, 2, 5], [8, 3, 1]], [f"{TABLE}[1]=[8, 3, 1]", "start must not be above end"]),
+        ([[1, 2, -1]], [f"{TABLE}[0]=[1, 2, -1]", "K must be 0", "got -1"]),
+        ([[1, 2, "5"]], ["K must be an integer", '"5"']),
+        ([[1, 2.0, 5]], ["end must be an integer", "2.0"]),
+        ([[True, 2, 5]], ["start must be an integer", "true"]),
+        ([[1, 2]], [f"{TABLE}[0]=[1, 2]", "[start, end, K]"]),
+        ([5], [f"{TABLE}[0]=5", "[start, end, K]"]),
+        ([], ["got []"]),
+        ({}, ["got {}"]),
+        ("1-4:5", ['got "1-4:5"', "list of"]),
+        (True, ["got true"]),
+        ([[1, 2, 3]] * 2000, ["1 to 1024 ranges"]),
+    ],
+)
+def test_a_bad_table_is_refused_by_its_entry_or_the_two_ranges(table: Any, parts: list[str]) -> None:
+    message = refusal(NGRAM | {TABLE: table})
+    assert TABLE in message
+    for part in parts:
+        assert part in message
 
 
 # Shorthands
@@ -371,7 +711,7 @@ def test_shorthands_join_the_object_and_are_enough_alone() -> None:
     parse = SpeculativeConfig.parse
     assert parse(None, spec_method="ngram", spec_tokens=5) == parse(NGRAM)
     assert parse(None, spec_model="[ngram]", spec_tokens=5) == parse(NGRAM)
-    assert parse('{"method": "ngram", "prompt_lookup_max": 3}', spec_tokens=5).prompt_lookup_max == 3
+    assert parse('{"method": "ngram", "prompt_lookup_max": 3}', spec_tokens=5).methods[0].prompt_lookup_max == 3
     assert parse({"method": None, "num_speculative_tokens": 5}, spec_method="ngram") == parse(NGRAM)
 
 
@@ -435,14 +775,17 @@ JSON = st.recursive(
 NAMES = st.sampled_from([*KEYS, *(name.replace("_", "-") for name in KEYS)]) | st.text(max_size=12)
 WORDS = st.sampled_from([*METHODS, *METHOD_ALIASES, *NOT_METHODS, "standard", "match", "fly", "greedy", "[ngram]"])
 OBJECTS = st.dictionaries(NAMES, JSON | WORDS | st.integers(0, 30), max_size=5)
-BASES = st.sampled_from([{}, NGRAM, SUFFIX, {"method": "suffix"}])
+ALONE = st.sampled_from([{}, NGRAM, SUFFIX, MOD, DRAFT, {"method": "suffix"}, {"model": "org/model"}])
+LISTS = st.lists(st.sampled_from([NGRAM, SUFFIX, MOD, DRAFT, "ngram", "suffix", "draft_model"]), min_size=1, max_size=3)
+BASES = ALONE | st.builds(lambda members: {"method": members}, LISTS)
+TABLES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20), st.integers(-1, 9)).map(list), max_size=3)
 SERVED_OBJECTS = st.builds(
     dict.__or__,
     BASES,
     st.dictionaries(
         st.sampled_from([key.name for key in KEYS.values() if key.status is Status.SERVED]),
-        WORDS | st.integers(-1, 30) | st.floats(0, 2) | st.integers(1020, 1030),
-        max_size=3,
+        WORDS | st.booleans() | st.integers(-1, 30) | st.floats(0, 2) | st.integers(1020, 1030) | TABLES,
+        max_size=4,
     ),
 )
 
@@ -487,7 +830,7 @@ def test_what_is_taken_comes_back_equal(source: dict[str, Any]) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(base=st.sampled_from([NGRAM, SUFFIX]), name=NAMES, value=JSON)
+@given(base=st.sampled_from([NGRAM, SUFFIX, MOD, DRAFT]), name=NAMES, value=JSON)
 def test_a_refusal_names_the_key_at_fault(base: dict[str, Any], name: str, value: Any) -> None:
     try:
         SpeculativeConfig.parse(base | {name: value})
@@ -505,6 +848,8 @@ def valid(schema: dict[str, Any], value: Any) -> bool:
     """As much of JSON schema as ours uses; 5.0 is no integer, as in `parse`."""
     types: dict[str, Callable[[Any], bool]] = {
         "object": lambda v: isinstance(v, dict),
+        "array": lambda v: isinstance(v, list),
+        "boolean": lambda v: isinstance(v, bool),
         "string": lambda v: isinstance(v, str),
         "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
         "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
@@ -512,6 +857,9 @@ def valid(schema: dict[str, Any], value: Any) -> bool:
     rules: dict[str, Callable[[Any], bool]] = {
         "type": lambda wanted: types[wanted](value),
         "enum": lambda words: value in words,
+        "items": lambda inner: not isinstance(value, list) or all(valid(inner, item) for item in value),
+        "minItems": lambda low: not isinstance(value, list) or len(value) >= low,
+        "maxItems": lambda high: not isinstance(value, list) or len(value) <= high,
         "minimum": lambda low: value >= low,
         "maximum": lambda high: value <= high,
         "required": lambda names: all(name in value for name in names),
@@ -521,16 +869,38 @@ def valid(schema: dict[str, Any], value: Any) -> bool:
     }
     for word in schema:
         assert word in rules or word in ("$schema", "title", "description", "default"), word
-    return all(rules[word](schema[word]) for word in rules if word in schema)
+    return all(rules[word](schema[word]) for word in rules if word in schema)  # the type is judged first
 
 
-@settings(max_examples=500, deadline=None)
+# What the schema cannot say, by the words of the refusals.
+BETWEEN_KEYS = (
+    "must not be above",
+    "overlap",
+    "must begin at 1",
+    f"{TABLE}[",  # an end below the start, or start and end of 0
+    "is missing",
+    "exclude each other",
+    "does not go with",
+    "such drafts are greedy",
+    "is the same as",
+    "belongs to",  # a flat key of a list
+    "is the name of a method",
+    'without a method means "',
+)
+
+
+@settings(max_examples=600, deadline=None)
 @given(source=SERVED_OBJECTS)
 def test_the_schema_takes_what_parse_takes(source: dict[str, Any]) -> None:
-    low, high = source.get("prompt_lookup_min"), source.get("prompt_lookup_max")
-    if isinstance(low, int) and isinstance(high, int) and low > high:
-        return  # the one rule that the schema cannot say
-    assert valid(json_schema(), source) == (parsed(source) is not None)
+    refused = ""
+    try:
+        SpeculativeConfig.parse(source)
+    except ConfigError as error:
+        refused = str(error)
+    if valid(json_schema(), source):
+        assert not refused or any(words in refused for words in BETWEEN_KEYS), refused
+    else:
+        assert refused
 
 
 def test_the_schema_is_json() -> None:
