@@ -7,6 +7,9 @@ token before it, all of `propose` included; bytes of state a token. Over history
 seed: `words` (common and rare ones, with earlier passages repeated), `letters` (four, at random), `run` (one token),
 `block` (300 tokens, repeated), `zigzag` (made to cost n-gram lookup most).
 
+Then the same for a request beside a cache of ended answers: tokens cached, microseconds to enter one of them, for a
+proposal, and bytes of the cache a token.
+
 Benefit, with --texts (lines of JSON with "category" and "turns", as Spec-Bench's): tokens emitted a step and accepted
 per drafted token if each text, cut into words, were what a target says. No model is involved.
 
@@ -34,14 +37,17 @@ from forerun.request import Request, SamplingParams
 from forerun.spec.proposer import DraftInputs, Grant
 from forerun.spec.proposers.history import HistoryProposer
 from forerun.spec.proposers.ngram import NgramProposer
+from forerun.spec.proposers.ngram_mod import NgramModProposer
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.verifier import Verdict
 
 CHUNK = 512
+ANSWER = 500  # tokens of an ended answer
 PROPOSERS: dict[str, Callable[[], HistoryProposer]] = {
     "ngram 5-5 K5": lambda: NgramProposer(5, 5, 5),
     "ngram 2-5 K5": lambda: NgramProposer(2, 5, 5),
     "ngram 1-1024 K5": lambda: NgramProposer(1, 1024, 5),
+    "ngram_mod 24-gram K64": lambda: NgramModProposer(24, 48, 16 << 20, 64),
     "suffix depth 24 K24": lambda: SuffixProposer(24, 1.0, 0.1, 24),
     "suffix depth 64 K64": lambda: SuffixProposer(64, 1.0, 0.1, 64),
     "suffix depth 128 K128": lambda: SuffixProposer(128, 1.0, 0.1, 128),
@@ -109,6 +115,16 @@ def measure(make: Callable[[], HistoryProposer], tokens: list[int], repeats: int
         indexing.append(1e6 * sum(seconds) / len(prompt))
         slowest_chunk = max(slowest_chunk, *seconds)
     state_bytes = proposer.state_bytes
+    return {
+        "index_us_per_token": spread(indexing),
+        "slowest_chunk_ms": round(1e3 * slowest_chunk, 2),
+        "proposal_us": spread(propose_timed(proposer, request, rest)),
+        "bytes_per_token": round(state_bytes / len(prompt), 1),
+    }
+
+
+def propose_timed(proposer: HistoryProposer, request: Request, rest: Iterable[int]) -> list[float]:
+    """Microseconds of a proposal after each further token."""
     took = []
     for token in rest:
         request.token_ids.append(token)
@@ -116,12 +132,7 @@ def measure(make: Callable[[], HistoryProposer], tokens: list[int], repeats: int
         began = time.thread_time()
         proposer.propose(inputs, grant)
         took.append(1e6 * (time.thread_time() - began))
-    return {
-        "index_us_per_token": spread(indexing),
-        "slowest_chunk_ms": round(1e3 * slowest_chunk, 2),
-        "proposal_us": spread(took),
-        "bytes_per_token": round(state_bytes / len(prompt), 1),
-    }
+    return took
 
 
 def decode(proposer: HistoryProposer, tokens: list[int]) -> tuple[int, int, int]:
@@ -178,6 +189,40 @@ def cost_table(sizes: Sequence[int], repeats: int, proposals: int, seed: int) ->
     return rows
 
 
+def cached_table(sizes: Sequence[int], proposals: int, seed: int) -> list[dict[str, Any]]:
+    """Suffix decoding of a request that repeats what earlier ones were answered, and that it has said itself."""
+    rows = []
+    layout = "{:8} {:22} {:>9} {:>20} {:>22} {:>12}"
+    print("\n" + layout.format("text", "proposer", "cached", "enter us/token", "proposal us", "bytes/token"))
+    for text, make_text in TEXTS.items():
+        for depth in (24, 64):
+            for size in sizes:
+                tokens = make_text(size, random.Random(seed))
+                proposer = SuffixProposer(depth, 1.0, 0.1, depth, size // ANSWER, 1 << 30)
+                entering = []
+                for start in range(0, size, ANSWER):
+                    proposer.cache.add("", tokens[start : start + ANSWER])
+                    began = time.thread_time()
+                    proposer.cache.enter(ANSWER)
+                    entering.append(1e6 * (time.thread_time() - began) / ANSWER)
+                start = random.Random(seed).randrange(size - proposals)
+                rest = tokens[start : start + proposals]
+                request = new_request(make_text(1000, random.Random(seed + 1)))
+                index_prompt(proposer, request)
+                row = {
+                    "text": text,
+                    "proposer": f"suffix depth {depth} K{depth}",
+                    "cached": size,
+                    "enter_us_per_token": spread(entering),
+                    "proposal_us": spread(propose_timed(proposer, request, rest)),
+                    "bytes_per_token": round(proposer.cache.num_bytes / size, 1),
+                }
+                rows.append(row)
+                times = show(row["enter_us_per_token"]), show(row["proposal_us"])
+                print(layout.format(text, row["proposer"], size, *times, row["bytes_per_token"]), flush=True)
+    return rows
+
+
 def benefit_table(path: Path) -> list[dict[str, Any]]:
     rows = []
     print(f"\n{'kind':16} {'proposer':22} {'tokens':>7} {'tokens/step':>11} {'accepted/drafted':>17}")
@@ -205,6 +250,7 @@ def benefit_table(path: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 8_000, 64_000], help="history lengths, tokens")
+    parser.add_argument("--cached", type=int, nargs="+", default=[10_000, 1_000_000], help="tokens of ended answers")
     parser.add_argument("--repeats", type=int, default=7, help="times each history is indexed")
     parser.add_argument("--proposals", type=int, default=300, help="proposals timed at each length")
     parser.add_argument("--seed", type=int, default=0)
@@ -212,7 +258,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short histories and few repeats, to see that it runs")
     args = parser.parse_args()
     if args.quick:
-        args.sizes, args.repeats, args.proposals = [1_000, 4_000], 2, 50
+        args.sizes, args.cached, args.repeats, args.proposals = [1_000, 4_000], [4_000], 2, 50
     about = {
         "benchmark": "proposers",
         "commit": commit(),
@@ -224,8 +270,9 @@ def main() -> None:
     }
     print(" ".join(f"{key}={value}" for key, value in about.items()))
     cost = cost_table(args.sizes, args.repeats, args.proposals, args.seed)
+    cached = cached_table(args.cached, args.proposals, args.seed)
     benefit = benefit_table(args.texts) if args.texts else []
-    print(json.dumps({**about, "cost": cost, "benefit": benefit}))
+    print(json.dumps({**about, "cost": cost, "cached": cached, "benefit": benefit}))
 
 
 if __name__ == "__main__":

@@ -10,18 +10,21 @@ from forerun.spec.proposer import Proposer, TargetInfo
 from forerun.spec.proposers.draft_loading import load_draft_model
 from forerun.spec.proposers.first import FirstOf, Member
 from forerun.spec.proposers.ngram import NgramProposer
+from forerun.spec.proposers.ngram_mod import NgramModProposer
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.verifier import Verifier
 from forerun.spec.verifiers.match import MatchVerifier
+from forerun.spec.verifiers.standard import StandardVerifier
 
 WEIGHTLESS: dict[str, Callable[[MethodConfig], Proposer]] = {
     "ngram": NgramProposer.from_config,
+    "ngram_mod": NgramModProposer.from_config,
     "suffix": SuffixProposer.from_config,
 }
 WITH_WEIGHTS: dict[str, Callable[[MethodConfig, TargetInfo, str], Proposer]] = {
     "draft_model": load_draft_model,
 }
-VERIFIERS: dict[str, Callable[[], Verifier]] = {"match": MatchVerifier}
+VERIFIERS: dict[str, Callable[[], Verifier]] = {"match": MatchVerifier, "standard": StandardVerifier}
 
 
 def make_proposer(config: SpeculativeConfig | None, target: TargetInfo) -> FirstOf:

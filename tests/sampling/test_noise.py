@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.sampling.noise import LEAST_NOISE, MASK, MOST_NOISE, gumbel, philox
+from forerun.sampling.noise import LEAST_NOISE, MASK, MOST_NOISE, Stream, gumbel, philox, uniform
 
 # Known answers of Philox4x32-10 from the Random123 distribution (kat_vectors): counter, key, output
 KNOWN = [
@@ -71,3 +71,39 @@ def test_noise_is_gumbel_distributed() -> None:
     law = torch.exp(-torch.exp(-noise))
     empirical = torch.arange(1, n + 1, dtype=torch.float64) / n
     assert float((law - empirical).abs().max()) < 2.7 / n**0.5
+
+
+def test_the_targets_stream_keeps_its_bits() -> None:
+    """Seeds that users keep must give tomorrow's text too: these numbers may never change."""
+    noise = gumbel(42, 1, 7, torch.tensor([0, 5, 49_151]))
+    assert noise.tolist() == pytest.approx([-0.31139026854496615, 0.8058147924717961, -1.3105440465844729], rel=1e-14)
+
+
+def test_streams_are_independent_of_one_another() -> None:
+    """Correlations of 20,000 numbers: 4.9 standard errors are passed by chance once in a million."""
+    streams = torch.stack([torch.cat([gumbel(seed, 0, 5, ids(1000), s) for seed in range(20)]) for s in Stream])
+    assert torch.equal(streams[Stream.TARGET][:1000], gumbel(0, 0, 5, ids(1000)))
+    n = streams.shape[1]
+    assert (torch.corrcoef(streams) - torch.eye(len(Stream))).abs().max() < 4.9 / n**0.5
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert not torch.isclose(streams[a], streams[b], atol=1e-12).any()
+
+
+def test_uniforms_are_uniform_and_depend_on_all_of_their_key() -> None:
+    """Kolmogorov-Smirnov at a false-alarm rate of 1e-6, over seeds and over positions."""
+    for numbers in (
+        [uniform(seed, 0, 3, Stream.ACCEPT) for seed in range(5000)],
+        [uniform(1, 0, position, Stream.ACCEPT) for position in range(5000)],
+    ):
+        assert all(0.0 <= u < 1.0 for u in numbers)
+        empirical = torch.arange(1, 5001, dtype=torch.float64) / 5000
+        law = torch.tensor(sorted(numbers), dtype=torch.float64)
+        assert float((law - empirical).abs().max()) < 2.7 / 5000**0.5
+    keys = [(1, 0, 0), (2, 0, 0), (1 + 2**32, 0, 0), (1, 1, 0), (1, 0, 1)]
+    assert len({uniform(*key, Stream.ACCEPT) for key in keys} | {uniform(1, 0, 0, Stream.DRAFT)}) == len(keys) + 1
+
+
+def test_plain_numbers_go_through_the_same_generator() -> None:
+    words = philox((torch.tensor([0]), 9, 2, int(Stream.ACCEPT)), (7, 1))
+    first, second = int(words[0]), int(words[1])
+    assert uniform(7 + 2**32, 2, 9, Stream.ACCEPT) == (first * 2**21 + second // 2**11) / 2**53

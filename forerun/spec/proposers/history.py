@@ -1,4 +1,9 @@
-"""An index over each request's own history, kept up to date: what n-gram and suffix proposers share. No torch here."""
+"""An index over each request's own history, kept up to date: what n-gram and suffix proposers share. No torch here.
+
+What requests learn from each other is kept by `cache_salt`, as blocks of the prefix cache are: those of one salt share
+it (those without one are of the salt ""), and can tell from a fast answer that another said the same; those of another
+salt cannot.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
+from forerun.request import FinishReason
 from forerun.spec.proposer import Draft, DraftInputs, Proposer, RequestDraft
 
 if TYPE_CHECKING:
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
 # Most tokens of history that one call of `propose` or `observe` indexes, so that a long prompt found in the prefix
 # cache costs many steps some milliseconds each, not one step all of them. Prompts that are computed come in chunks.
 MAX_INDEXED_PER_CALL: Final = 8192
+_ENDED: Final = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class HistoryIndex(Protocol):
@@ -57,7 +64,13 @@ class HistoryProposer(Proposer, ABC):
     def from_config(cls, config: MethodConfig) -> HistoryProposer: ...
 
     @abstractmethod
-    def new_index(self) -> HistoryIndex: ...
+    def new_index(self, request: Request) -> HistoryIndex: ...
+
+    def finish(self, request: Request, index: HistoryIndex, token_ids: Sequence[int]) -> None:  # noqa: B027 (optional)
+        """The answer ended by itself, and not by an abort or an error, with `token_ids`, which `request` lacks yet.
+
+        The one moment at which all of it is known, whatever preemptions went before, and nothing past a stop.
+        """
 
     def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
         draft = Draft()
@@ -78,7 +91,10 @@ class HistoryProposer(Proposer, ABC):
         for s in plan.scheduled:
             if s.request.max_draft_tokens == 0:
                 continue
-            _, budget = self._extended(s.request, s.start + s.num_tokens, budget)
+            index, budget = self._extended(s.request, s.start + s.num_tokens, budget)
+            said = verdict.by_request.get(s.request.request_id)
+            if said is not None and said.finish_reason in _ENDED:
+                self.finish(s.request, index, said.token_ids)
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
@@ -91,7 +107,7 @@ class HistoryProposer(Proposer, ABC):
         """The request's index, up to `end` as far as `budget` tokens go, and what is left of the budget."""
         index = self._indexes.get(request.request_id)
         if index is None:
-            index = self._indexes[request.request_id] = self.new_index()
+            index = self._indexes[request.request_id] = self.new_index(request)
         num_new = min(end - index.num_tokens, budget)
         if num_new > 0:
             index.extend(request.token_ids, index.num_tokens + num_new)

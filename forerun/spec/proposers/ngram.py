@@ -11,6 +11,7 @@ from forerun.spec.proposer import RequestDraft
 from forerun.spec.proposers.history import HistoryProposer
 
 if TYPE_CHECKING:
+    from forerun.request import Request
     from forerun.spec.config import MethodConfig
 
 # Most earlier places that a new one is compared with. At 96 and at 128 every match in 60,000 tokens of Python sources,
@@ -48,7 +49,7 @@ class NgramProposer(HistoryProposer):
     def from_config(cls, config: MethodConfig) -> NgramProposer:
         return cls(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
 
-    def new_index(self) -> NgramIndex:
+    def new_index(self, request: Request) -> NgramIndex:
         return NgramIndex(self.prompt_lookup_min, self.prompt_lookup_max)
 
 

@@ -33,7 +33,7 @@ class MatchVerifier:
     def _walk(
         self, draft: RequestDraft, logits: Tensor, rows: SamplingRows, greedy: list[int], finite: list[bool]
     ) -> RequestVerdict:
-        """From the root, follow the child that the target drew until there is none."""
+        """From the root, follow the child that holds the row's token until there is none."""
         verdict = RequestVerdict([], [], num_drafted=len(draft))
         if rows.params.logprobs is not None:
             verdict.logprobs = []
@@ -44,7 +44,7 @@ class MatchVerifier:
             if not finite[row]:
                 verdict.finish_reason = FinishReason.ERROR
                 return verdict
-            token = greedy[row] if rows.params.greedy else self.draw_row(logits[row], rows, position)
+            token = greedy[row] if rows.params.greedy else self.next_token(logits[row], rows, position, draft, node)
             verdict.token_ids.append(token)
             if verdict.logprobs is not None:
                 verdict.logprobs.append(token_logprobs(logits[row], token, rows.params.logprobs or 0))
@@ -53,6 +53,16 @@ class MatchVerifier:
                 return verdict
             verdict.accepted.append(child)
             node = child
+
+    def next_token(self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int) -> int:
+        """The token at a drawn row, that of `node`; a drafted child stands if it is that token. Rules differ here.
+
+        Args:
+            logits: [V] of the row.
+            position: output position that the row decides.
+            node: -1 for the root.
+        """
+        return self.draw_row(logits, rows, position)
 
     def draw_row(self, logits: Tensor, rows: SamplingRows, position: int) -> int:
         """The target's own token at an output position; a method so that tests can enumerate the draws."""

@@ -1,0 +1,48 @@
+"""The maths of verification as pure functions: no state and no drawing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def acceptance_probability(target_probs: Tensor, draft_probs: Tensor, token_ids: Tensor) -> Tensor:
+    """The chance at which a drafted token is to be kept.
+
+    Args:
+        target_probs, draft_probs: [B, V] floating, each row sums to 1.
+        token_ids: [B] int64, the token drawn from each row of `draft_probs`, which must be above 0 there.
+    Returns:
+        [B], same dtype: min(1, target / draft) at the token.
+    Raises:
+        ValueError: the shapes differ.
+    Source: Leviathan et al. 2023, arXiv 2211.17192, section 2.3.
+    """
+    _check_shapes(target_probs, draft_probs)
+    target, draft = (probs.gather(1, token_ids.unsqueeze(1)).squeeze(1) for probs in (target_probs, draft_probs))
+    return (target / draft).clamp(max=1.0)
+
+
+def residual_distribution(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """The distribution to draw from after the first rejected draft token.
+
+    Args:
+        target_probs, draft_probs: [B, V] floating, each row sums to 1.
+    Returns:
+        [B, V], same dtype: max(target - draft, 0) rescaled; the target row where nothing is left of it, as when the
+        two are equal.
+    Raises:
+        ValueError: the shapes differ.
+    Source: Leviathan et al. 2023, arXiv 2211.17192, section 2.3.
+    """
+    _check_shapes(target_probs, draft_probs)
+    residual = (target_probs - draft_probs).clamp(min=0.0)
+    mass = residual.sum(dim=-1, keepdim=True)
+    return torch.where(mass > 0, residual / mass, target_probs)
+
+
+def _check_shapes(target_probs: Tensor, draft_probs: Tensor) -> None:
+    if target_probs.shape != draft_probs.shape:
+        raise ValueError(
+            f"target_probs {list(target_probs.shape)} and draft_probs {list(draft_probs.shape)} must have one shape"
+        )
