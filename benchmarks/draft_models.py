@@ -4,8 +4,8 @@
         [--lengths 2 4 8] [--questions 5] [--max-tokens 96] [--rounds 2] [--check-transformers]
 
 Takes the first questions of each category of Spec-Bench (coding and math_reasoning). One engine has both proposers
-loaded; each question is answered greedily, one at a time, plain, by the draft model, and by suffix then draft model, for
-each K; sides alternate, and who is first changes from question to question. Every text is compared with the plain one.
+loaded; each question is answered greedily, one at a time, plain, by the draft model, and by suffix then draft model,
+for each K; sides alternate, and who is first changes from question to question. Every text is compared with the plain one.
 
 `--check-transformers` then feeds every text to both models, ours and transformers' (in float32), and compares, position
 by position, whether the draft's most likely token is the target's: the acceptance of greedy drafts, teacher-forced.

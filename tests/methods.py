@@ -20,6 +20,7 @@ from tests.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer, tiny_backend
 
 MASK_TOKEN = VOCAB_SIZE  # one id past the tokenizer's, in the padding
 K = 4
+NGRAM_MOD = {"method": "ngram_mod", "num_speculative_tokens": 8, "ngram_mod_n_match": 2, "ngram_mod_n_min": 1}
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,14 @@ def _combined(drafts: DraftModels) -> dict[str, Any]:
     return {"method": [SUFFIX, _draft_model("noisy")(drafts)]}
 
 
+def remembers(spec: dict[str, Any] | None) -> bool:
+    """Whether something is kept when no request is there: what others may draft from."""
+    members = spec["method"] if spec and isinstance(spec["method"], list) else [spec or {}]
+    return any(
+        member.get("method") == "ngram_mod" or member.get("suffix_decoding_max_cached_requests") for member in members
+    )
+
+
 METHODS: dict[str, Callable[[DraftModels], dict[str, Any]]] = {
     "ngram": lambda drafts: NGRAM,
     "suffix": lambda drafts: SUFFIX,
@@ -127,12 +136,15 @@ METHODS: dict[str, Callable[[DraftModels], dict[str, Any]]] = {
     "draft_model_renamed": _draft_model("renamed", use_heterogeneous_vocab=True),
     "pard": _draft_model("parallel", parallel_drafting=True),
     "suffix_then_draft_model": _combined,
+    "suffix_cached": lambda drafts: SUFFIX | {"suffix_decoding_max_cached_requests": 100},
+    "ngram_mod": lambda drafts: NGRAM_MOD,
 }
 
 # Methods whose draft is the target itself, and knows its noise: every drafted token is right.
 PERFECT: dict[str, Callable[[DraftModels], dict[str, Any]]] = {
     "draft_model": _draft_model("target", draft_sample_method="coupled"),
     "padded": _draft_model("padded", draft_sample_method="coupled"),
+    "probabilistic": _draft_model("target", draft_sample_method="probabilistic"),
     "ngram_then_draft_model": lambda drafts: {
         "method": [
             NGRAM | {"prompt_lookup_min": 200, "prompt_lookup_max": 200, "num_speculative_tokens": K},

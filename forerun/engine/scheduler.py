@@ -221,7 +221,12 @@ class Scheduler:
     def _fit_drafts(self, decoding: list[Request], draft: Draft) -> list[tuple[Request, RequestDraft]]:
         """Cut drafts to what was granted, to even shares of the rows left, and to the blocks that there are."""
         drafts = [draft.of(r.request_id).cut(self._grant.lengths.get(r.request_id, 0)) for r in decoding]
-        shares = share_evenly([len(d) for d in drafts], self._draft_budget(len(decoding)))
+        # A probabilistic draft must not be cut by what was drawn, so its length, which may depend on that, does not count
+        wanted = [
+            len(d) if d.probs is None else self._grant.lengths[r.request_id]
+            for r, d in zip(decoding, drafts, strict=True)
+        ]
+        shares = share_evenly(wanted, self._draft_budget(len(decoding)))
         return [(r, d.cut(self._look_ahead(r, n))) for r, d, n in zip(decoding, drafts, shares, strict=True)]
 
     def _look_ahead(self, request: Request, wanted: int) -> int:

@@ -25,6 +25,7 @@ from forerun.spec.keys import KEYS, Status
 from forerun.spec.source import FLAG
 from tests.cases.conftest import MakeEngine, Reference
 from tests.cases.material import DISTINCT, LOOPS, complete
+from tests.methods import NGRAM_MOD
 from tests.tiny_engine import NGRAM, SUFFIX, run
 
 ROOT = Path(__file__).parents[2]
@@ -208,25 +209,25 @@ EFFECTS: list[Any] = [
     (SUFFIX, "suffix_decoding_max_tree_depth", 3),
     (SUFFIX, "suffix_decoding_max_spec_factor", 0.5),
     (SUFFIX, "suffix_decoding_min_token_prob", 0.9),
-    pytest.param(
-        SUFFIX,
-        "suffix_decoding_max_cached_requests",
-        8,
-        marks=pytest.mark.xfail(raises=ConfigError, strict=True, reason="the cache across requests is not there yet"),
-    ),
+    (SUFFIX, "suffix_decoding_max_cached_requests", 8),
     (SUFFIX, "rejection_sample_method", None),
     (BY_SIZE, "num_speculative_tokens", 2),
     (BY_SIZE, "prompt_lookup_min", 4),
     (BY_SIZE, "prompt_lookup_max", 2),
     (BY_SIZE, "rejection_sample_method", None),
     (BY_SIZE, TABLE, [[1, 1, 2]]),
+    (NGRAM_MOD, "num_speculative_tokens", 2),
+    (NGRAM_MOD, "ngram_mod_n_match", 3),
+    (NGRAM_MOD, "ngram_mod_n_min", 6),
+    (NGRAM_MOD, "ngram_mod_pool_bytes", 64),
+    (NGRAM_MOD, "rejection_sample_method", None),
 ]
 WORK = [(prompt, SamplingParams(temperature=0.9, seed=1, max_tokens=24, ignore_eos=True)) for prompt in LOOPS]
 
 
 def drafts_with(spec: dict[str, Any], engines: MakeEngine) -> list[list[int]]:
     """How many tokens were drafted in each step of each request."""
-    engine = engines(spec["method"], spec["num_speculative_tokens"], spec=spec)
+    engine = engines(None, spec=spec)
     results = run(engine, [*WORK, *WORK], check=False, together=False)  # twice: the second may copy from the first
     return [result.last.metrics.speculative_decoding["per_step_drafted"] for result in results]
 
@@ -248,7 +249,6 @@ def test_each_key_of_the_echo_has_an_effect(spec: dict[str, Any], key: str, valu
 
 def test_the_table_of_effects_holds_every_key_of_the_echo() -> None:
     """C26: a key that is added later must show its effect here."""
-    rows = [getattr(row, "values", row) for row in EFFECTS]
-    for spec in (NGRAM, SUFFIX, BY_SIZE):
-        shown = {key for of, key, _ in rows if of is spec}
+    for spec in (NGRAM, SUFFIX, BY_SIZE, NGRAM_MOD):
+        shown = {key for of, key, _ in EFFECTS if of is spec}
         assert shown == SpeculativeConfig.parse(spec).resolved().keys() - {"method"}

@@ -57,7 +57,8 @@ class DraftModelProposer(Proposer):
         max_rows: most tokens computed in a step to fill the cache with prompts and after pauses; what is left waits.
         sample_method: "greedy": the most likely token; "coupled": drawn from the draft's own processed distribution
             with the target's noise; "probabilistic": the same with noise of its own, and the distribution is kept.
-        min_prob: a draft ends before a token that the model itself gives less than this.
+        min_prob: a draft ends before a token that the model itself gives less than this; where drafts are
+            probabilistic, before a distribution whose likeliest token has less: what is drawn must not decide.
         mask_token_id: of a PARD model: all tokens come from one pass over copies of it; None: one by one.
         name: as which the drafts are counted.
         notes: lines for the start-up log.
@@ -175,7 +176,8 @@ class DraftModelProposer(Proposer):
         for row, job in enumerate(jobs):
             token, probs = self._token(job, logits[row], int(best.indices[row]))
             own_prob = float(torch.exp(logits[row, token] - total[row]))
-            if not own_prob >= self._min_prob:  # NaN too
+            deciding = own_prob if probs is None else float(torch.exp(best.values[row] - total[row]))
+            if not deciding >= self._min_prob:  # NaN too
                 job.length = len(job.tokens)
                 continue
             job.draft_ids.append(token)

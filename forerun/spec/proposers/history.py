@@ -66,7 +66,7 @@ class HistoryProposer(Proposer, ABC):
     @abstractmethod
     def new_index(self, request: Request) -> HistoryIndex: ...
 
-    def finish(self, request: Request, index: HistoryIndex, token_ids: Sequence[int]) -> None:  # noqa: B027 (optional)
+    def finish(self, request: Request, index: HistoryIndex, token_ids: Sequence[int]) -> None:
         """The answer ended by itself, and not by an abort or an error, with `token_ids`, which `request` lacks yet.
 
         The one moment at which all of it is known, whatever preemptions went before, and nothing past a stop.
