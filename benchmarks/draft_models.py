@@ -5,7 +5,7 @@
 
 Takes the first questions of each category of Spec-Bench (coding and math_reasoning). One engine has both proposers
 loaded; each question is answered greedily, one at a time, plain, by the draft model, and by suffix then draft model,
-for each K; sides alternate, and who is first changes from question to question. Every text is compared with the plain one.
+for each K; sides alternate, and who is first changes from question to question. Texts are compared with the plain one.
 
 `--check-transformers` then feeds every text to both models, ours and transformers' (in float32), and compares, position
 by position, whether the draft's most likely token is the target's: the acceptance of greedy drafts, teacher-forced.

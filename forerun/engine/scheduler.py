@@ -221,7 +221,7 @@ class Scheduler:
     def _fit_drafts(self, decoding: list[Request], draft: Draft) -> list[tuple[Request, RequestDraft]]:
         """Cut drafts to what was granted, to even shares of the rows left, and to the blocks that there are."""
         drafts = [draft.of(r.request_id).cut(self._grant.lengths.get(r.request_id, 0)) for r in decoding]
-        # A probabilistic draft must not be cut by what was drawn, so its length, which may depend on that, does not count
+        # What was drawn must not decide how a probabilistic draft is cut: its length, which it decides, does not count
         wanted = [
             len(d) if d.probs is None else self._grant.lengths[r.request_id]
             for r, d in zip(decoding, drafts, strict=True)

@@ -87,8 +87,8 @@ def ref(tiny_model: Path) -> Reference:
 
 @pytest.fixture
 def engines(tiny_model: Path, ref: Reference) -> Iterator[MakeEngine]:
-    """(method, k, model=T, spec={}, **settings) -> an engine that drafts by "ngram", "suffix", "self", as `spec` says, or not at all.
-    Each one is looked after when the test ends."""
+    """(method, k, model=T, spec={}, **settings) -> an engine that drafts by "ngram", "suffix", "self", as `spec` says,
+    or not at all. Each one is looked after when the test ends."""
     made: list[Engine] = []
 
     def make(

@@ -117,6 +117,8 @@ def test_acceptance_does_not_depend_on_how_the_prompt_came(
     tiny_model: Path, draft_models: DraftModels, method: str
 ) -> None:
     """Per step and request: in one chunk, in many, in company, from the prefix cache."""
+    if remembers(METHODS[method](draft_models)):
+        pytest.skip("drafts come from what others said, too")
     expected: list[Any] = []
     for settings in CHUNKS.values():
         engine = make_engine(tiny_model, METHODS[method](draft_models), **settings)
