@@ -35,8 +35,6 @@ def make_proposer(config: SpeculativeConfig | None) -> Proposer:
     method = config.methods[0]
     if method.method not in PROPOSERS:
         raise ConfigError(f"the proposer of method {method.method!r} is not there yet; there: {', '.join(PROPOSERS)}")
-    if method.suffix_decoding_max_cached_requests > 0:
-        raise ConfigError("suffix_decoding_max_cached_requests: the cache across requests is not there yet: give 0")
     return PROPOSERS[method.method](method)
 
 
