@@ -194,8 +194,14 @@ _RULES = f"""\
    `match` is refused with it.
 
 `suffix_decoding_max_cached_requests` is 0 where it is missing, and not 10000 as in vLLM 0.33.0: drafts copy from the
-request's own tokens unless more is asked for, so that no answer's speed depends on what others wrote. Bounds above
-(1024 tokens, 128 for the depth of the suffix tree, {MAX_METHODS} methods) are ours; vLLM has none.
+request's own tokens unless more is asked for, so that no answer's speed depends on what others wrote. With a cache, an
+answer enters when it has ended by itself; between half of that many answers and all of them are remembered, within
+`suffix_decoding_max_cached_bytes`. `ngram_mod` always shares, prompts too. What is shared is apart by `cache_salt`, as
+prefixes are: requests of one salt (or of none) draft from each other, those of different salts never. All pools of
+`ngram_mod` together take at most 8 times `ngram_mod_pool_bytes`; that of the salt that was not used for longest is
+given up.
+
+Bounds above (1024 tokens, 128 for the depth of the suffix tree, {MAX_METHODS} methods) are ours; vLLM has none.
 
 ## Several methods
 

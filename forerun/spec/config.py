@@ -54,6 +54,7 @@ class MethodConfig:
         suffix_decoding_max_spec_factor: a match of m tokens drafts at most m times this many (suffix).
         suffix_decoding_min_token_prob: a draft ends where its estimated probability falls below this (suffix).
         suffix_decoding_max_cached_requests: finished answers that drafts may copy from (suffix).
+        suffix_decoding_max_cached_bytes: most memory for them (suffix).
         ngram_mod_n_match: tokens of an n-gram (ngram_mod).
         ngram_mod_n_min: shorter drafts are dropped (ngram_mod).
         ngram_mod_pool_bytes: size of the pool (ngram_mod).
@@ -79,6 +80,7 @@ class MethodConfig:
     suffix_decoding_max_spec_factor: float = _default("suffix_decoding_max_spec_factor")
     suffix_decoding_min_token_prob: float = _default("suffix_decoding_min_token_prob")
     suffix_decoding_max_cached_requests: int = _default("suffix_decoding_max_cached_requests")
+    suffix_decoding_max_cached_bytes: int = _default("suffix_decoding_max_cached_bytes")
     ngram_mod_n_match: int = _default("ngram_mod_n_match")
     ngram_mod_n_min: int = _default("ngram_mod_n_min")
     ngram_mod_pool_bytes: int = _default("ngram_mod_pool_bytes")
@@ -326,6 +328,11 @@ def _fill_suffix(values: dict[str, Any], warnings: list[str]) -> None:
         warnings.append(
             f"num_speculative_tokens={values['num_speculative_tokens']} is more than "
             f"suffix_decoding_max_tree_depth={depth} lets a draft have: at most {depth - 1} tokens"
+        )
+    if "suffix_decoding_max_cached_bytes" in values and not value("suffix_decoding_max_cached_requests"):
+        warnings.append(
+            f"suffix_decoding_max_cached_bytes={values['suffix_decoding_max_cached_bytes']} has no effect without "
+            "suffix_decoding_max_cached_requests"
         )
 
 

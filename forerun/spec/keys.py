@@ -437,6 +437,16 @@ def _history_keys() -> Iterable[Key]:
         status=Status.SERVED,
     )
     yield Key(
+        "suffix_decoding_max_cached_bytes",
+        "integer",
+        "Most memory for finished answers, of all cache_salts together; about 150 bytes a token.",
+        default=256 << 20,
+        minimum=1 << 12,
+        maximum=1 << 40,
+        methods=("suffix",),
+        status=Status.SERVED,
+    )
+    yield Key(
         "ngram_mod_n_match",
         "integer",
         "Tokens of an n-gram.",

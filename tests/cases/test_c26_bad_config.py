@@ -23,10 +23,9 @@ from forerun.request import SamplingParams
 from forerun.spec.config import SpeculativeConfig
 from forerun.spec.keys import KEYS, Status
 from forerun.spec.source import FLAG
-from tests.cases.conftest import MakeEngine, Reference
+from tests.cases.conftest import Reference
 from tests.cases.material import DISTINCT, LOOPS, complete
-from tests.methods import NGRAM_MOD
-from tests.tiny_engine import NGRAM, SUFFIX, run
+from tests.tiny_engine import NGRAM, SUFFIX, make_engine, run
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from forerun.cli import main; main()"]
@@ -154,8 +153,7 @@ class Serving:
         return code
 
 
-TABLE = "num_speculative_tokens_per_batch_size"
-GIVEN = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, TABLE: [[8, 16, 1], [1, 4, 3]]}
+GIVEN = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +179,9 @@ def test_a_valid_configuration_is_echoed_in_full_and_readable_from_the_server(se
         "prompt_lookup_min": 4,
         "prompt_lookup_max": 4,
         "rejection_sample_method": "match",
-        TABLE: [[1, 7, 3], [8, 16, 1]],
     }
     url = serving.wait_for(r"Starting forerun server on (http://\S+)")
     assert json.loads(serving.wait_for(r"Speculative config: (\{.*\})")) == resolved
-    assert serving.wait_for(r"Draft lengths by number of decoding requests: (.*)") == "1-7: 3, 8 and more: 1"
     serving.wait_for(r"(Application startup complete)")
     with httpx.Client(base_url=url, timeout=20) as http:
         content = http.get("/v1/speculation").json()
@@ -199,45 +195,49 @@ def test_a_valid_configuration_is_echoed_in_full_and_readable_from_the_server(se
 
 
 # key of the echo -> another value of it; None: no other value is served, and each is refused by name.
+TABLE = "num_speculative_tokens_per_batch_size"
 BY_SIZE = NGRAM | {TABLE: [[1, 64, 5]]}
+CACHED = SUFFIX | {"suffix_decoding_max_cached_requests": 1000}
+NGRAM_MOD = {"method": "ngram_mod", "num_speculative_tokens": 5, "ngram_mod_n_match": 2, "ngram_mod_n_min": 1}
 EFFECTS: list[Any] = [
     (NGRAM, "num_speculative_tokens", 2),
     (NGRAM, "prompt_lookup_min", 4),
     (NGRAM, "prompt_lookup_max", 2),
     (NGRAM, "rejection_sample_method", None),
-    (SUFFIX, "num_speculative_tokens", 2),
-    (SUFFIX, "suffix_decoding_max_tree_depth", 3),
-    (SUFFIX, "suffix_decoding_max_spec_factor", 0.5),
-    (SUFFIX, "suffix_decoding_min_token_prob", 0.9),
-    (SUFFIX, "suffix_decoding_max_cached_requests", 8),
-    (SUFFIX, "rejection_sample_method", None),
+    (CACHED, "num_speculative_tokens", 2),
+    (CACHED, "suffix_decoding_max_tree_depth", 3),
+    (CACHED, "suffix_decoding_max_spec_factor", 0.5),
+    (CACHED, "suffix_decoding_min_token_prob", 0.9),
+    (CACHED, "suffix_decoding_max_cached_requests", 0),
+    (CACHED, "suffix_decoding_max_cached_bytes", 1 << 12),
+    (CACHED, "rejection_sample_method", None),
+    (NGRAM_MOD, "num_speculative_tokens", 2),
+    (NGRAM_MOD, "ngram_mod_n_match", 4),
+    (NGRAM_MOD, "ngram_mod_n_min", 4),
+    (NGRAM_MOD, "ngram_mod_pool_bytes", 64),
+    (NGRAM_MOD, "rejection_sample_method", None),
     (BY_SIZE, "num_speculative_tokens", 2),
     (BY_SIZE, "prompt_lookup_min", 4),
     (BY_SIZE, "prompt_lookup_max", 2),
     (BY_SIZE, "rejection_sample_method", None),
     (BY_SIZE, TABLE, [[1, 1, 2]]),
-    (NGRAM_MOD, "num_speculative_tokens", 2),
-    (NGRAM_MOD, "ngram_mod_n_match", 3),
-    (NGRAM_MOD, "ngram_mod_n_min", 6),
-    (NGRAM_MOD, "ngram_mod_pool_bytes", 64),
-    (NGRAM_MOD, "rejection_sample_method", None),
 ]
 WORK = [(prompt, SamplingParams(temperature=0.9, seed=1, max_tokens=24, ignore_eos=True)) for prompt in LOOPS]
 
 
-def drafts_with(spec: dict[str, Any], engines: MakeEngine) -> list[list[int]]:
+def drafts_with(spec: dict[str, Any], model: Path) -> list[list[int]]:
     """How many tokens were drafted in each step of each request."""
-    engine = engines(None, spec=spec)
+    engine = make_engine(model, spec)
     results = run(engine, [*WORK, *WORK], check=False, together=False)  # twice: the second may copy from the first
     return [result.last.metrics.speculative_decoding["per_step_drafted"] for result in results]
 
 
 @pytest.mark.parametrize(("spec", "key", "value"), EFFECTS, ids=lambda part: part if isinstance(part, str) else "")
-def test_each_key_of_the_echo_has_an_effect(spec: dict[str, Any], key: str, value: Any, engines: MakeEngine) -> None:
+def test_each_key_of_the_echo_has_an_effect(spec: dict[str, Any], key: str, value: Any, tiny_model: Path) -> None:
     """C26: what is echoed is not parsed and forgotten: other drafts are made, or the other value is refused."""
     assert key in SpeculativeConfig.parse(spec).resolved()
     if value is not None:
-        assert drafts_with(spec | {key: value}, engines) != drafts_with(spec, engines)
+        assert drafts_with(spec | {key: value}, tiny_model) != drafts_with(spec, tiny_model)
         return
     others: tuple[Any, ...] = (5,)
     if KEYS[key].choices:
@@ -249,6 +249,6 @@ def test_each_key_of_the_echo_has_an_effect(spec: dict[str, Any], key: str, valu
 
 def test_the_table_of_effects_holds_every_key_of_the_echo() -> None:
     """C26: a key that is added later must show its effect here."""
-    for spec in (NGRAM, SUFFIX, BY_SIZE, NGRAM_MOD):
+    for spec in (NGRAM, CACHED, NGRAM_MOD, BY_SIZE):
         shown = {key for of, key, _ in EFFECTS if of is spec}
         assert shown == SpeculativeConfig.parse(spec).resolved().keys() - {"method"}

@@ -94,10 +94,18 @@ def test_suffix_resolves_to_every_key_that_has_an_effect() -> None:
         "suffix_decoding_max_spec_factor": 2.0,
         "suffix_decoding_min_token_prob": 0.1,
         "suffix_decoding_max_cached_requests": 0,
+        "suffix_decoding_max_cached_bytes": 256 << 20,
         "rejection_sample_method": "match",
     }
     assert isinstance(config.methods[0].suffix_decoding_max_spec_factor, float)
     assert config.warnings == ()
+
+
+def test_a_bound_on_a_cache_that_there_is_not_is_said_to_have_no_effect() -> None:
+    bound = SUFFIX | {"suffix_decoding_max_cached_bytes": 1 << 20}
+    [warning] = SpeculativeConfig.parse(bound).warnings
+    assert "suffix_decoding_max_cached_bytes=1048576 has no effect" in warning
+    assert SpeculativeConfig.parse(bound | {"suffix_decoding_max_cached_requests": 1}).warnings == ()
 
 
 def test_suffix_without_k_takes_the_tree_depth_and_says_so() -> None:

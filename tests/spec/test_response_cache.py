@@ -242,7 +242,7 @@ def request_of(request_id: str, tokens: list[int], num_prompt: int, salt: str = 
 
 
 def make_proposer(max_cached_requests: int = 100) -> SuffixProposer:
-    return SuffixProposer(8, 1.0, 0.1, 8, max_cached_requests)
+    return SuffixProposer(8, 1.0, 0.1, 8, max_cached_requests, 1 << 30)
 
 
 def step(proposer: SuffixProposer, request: Request, said: list[int], reason: FinishReason | None = None) -> None:
@@ -332,7 +332,7 @@ def test_no_cache_is_kept_where_none_is_asked_for() -> None:
 
 
 def cache_of(text: str, num_answers: int) -> SuffixProposer:
-    proposer, rng = SuffixProposer(24, 1.0, 0.1, 24, 10_000), random.Random(1)
+    proposer, rng = SuffixProposer(24, 1.0, 0.1, 24, 10_000, 1 << 30), random.Random(1)
     for i in range(num_answers):
         proposer.cache.add("", HISTORIES[text](500 + i % 7, rng))
     while proposer.cache._waiting:
@@ -375,7 +375,7 @@ def test_a_step_takes_in_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPa
 def test_bytes_are_told_within_a_factor_of_two_and_linear_in_what_is_cached(text: str) -> None:
     make: Callable[[int, random.Random], list[int]] = HISTORIES[text]
     answers = [make(200, random.Random(seed)) for seed in range(40)]
-    proposer = SuffixProposer(24, 1.0, 0.1, 24, 1000)
+    proposer = SuffixProposer(24, 1.0, 0.1, 24, 1000, 1 << 30)
     proposer.cache.enter(1)
     tracemalloc.start()
     try:

@@ -187,10 +187,13 @@ def test_constructed_from_the_config() -> None:
         suffix_decoding_max_tree_depth=7,
         suffix_decoding_max_spec_factor=1.5,
         suffix_decoding_min_token_prob=0.2,
+        suffix_decoding_max_cached_requests=11,
+        suffix_decoding_max_cached_bytes=1 << 16,
     )
     proposer = SuffixProposer.from_config(config)
     assert (proposer.max_tree_depth, proposer.max_spec_factor, proposer.min_token_prob) == (7, 1.5, 0.2)
     assert proposer.num_speculative_tokens == 9
+    assert (proposer.cache.max_requests, proposer.cache.max_bytes) == (11, 1 << 16)
 
 
 def test_the_prompt_is_indexed_along_with_its_chunks_and_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:

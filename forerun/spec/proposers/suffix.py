@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from forerun.spec.config import MethodConfig
     from forerun.spec.verifier import Verdict
 
-MAX_CACHED_BYTES: Final = 256 << 20
 # Tokens of ended answers that a step takes in, so that many that end together do not hold up the others.
 MAX_ENTERED_PER_STEP: Final = 2048
 
@@ -41,7 +40,7 @@ class SuffixProposer(HistoryProposer):
         min_token_prob: a draft ends before its confidence falls below this.
         num_speculative_tokens: most tokens drafted.
         max_cached_requests: most answers remembered, of all salts; 0 for no cache.
-        max_cached_bytes: most memory for them.
+        max_cached_bytes: most memory for them, of all salts.
     """
 
     name = "suffix"
@@ -53,7 +52,7 @@ class SuffixProposer(HistoryProposer):
         min_token_prob: float,
         num_speculative_tokens: int,
         max_cached_requests: int = 0,
-        max_cached_bytes: int = MAX_CACHED_BYTES,
+        max_cached_bytes: int = 0,
     ) -> None:
         super().__init__(num_speculative_tokens)
         self.max_tree_depth = max_tree_depth
@@ -69,6 +68,7 @@ class SuffixProposer(HistoryProposer):
             config.suffix_decoding_min_token_prob,
             config.num_speculative_tokens,
             config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_cached_bytes,
         )
 
     def new_index(self, request: Request) -> SuffixIndex:
