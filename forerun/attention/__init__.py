@@ -1,5 +1,5 @@
 """Attention over paged caches, one backend a file behind one interface."""
 
-from forerun.attention.interface import AttentionBackend, KVShape, QueryTile, StepLayout
+from forerun.attention.interface import AttentionBackend, AttentionSpec, KVShape, QueryTile, StepLayout
 
-__all__ = ["AttentionBackend", "KVShape", "QueryTile", "StepLayout"]
+__all__ = ["AttentionBackend", "AttentionSpec", "KVShape", "QueryTile", "StepLayout"]

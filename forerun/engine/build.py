@@ -23,7 +23,7 @@ from forerun.kernels.fused import PlainLinear
 from forerun.memory.budget import fit_model_len, kv_cache_bytes, start_up_lines
 from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.loading import load_model, read_config
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.spec.control import FixedLength
@@ -51,7 +51,8 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_num_threads(config.num_threads)
     path = str(resolve_model(config.model))
     model_config = read_config(path)
-    shape = KVShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size)
+    attended = attention_spec(model_config, config.block_size)
+    shape = attended.shape
     _fit(config, model_config, shape, kv_cache_bytes(config.kv_cache_memory_bytes))
     target = _load_target(config, path, model_config)
 
@@ -60,7 +61,7 @@ def build_engine(config: EngineConfig) -> Engine:
     max_model_len = _fit(config, model_config, shape, pool.num_bytes)
     memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
     backend = NativeAttention if native.available() else ReferenceAttention
-    attention: AttentionBackend = backend(shape, model_config.num_heads, memory, KV_DTYPE)
+    attention: AttentionBackend = backend(attended, memory, KV_DTYPE)
 
     spec = config.speculative_config
     proposer = make_proposer(spec)
