@@ -16,22 +16,21 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from forerun.attention import AttentionBackend, KVShape, QueryTile, StepLayout
+from forerun.attention import AttentionBackend, QueryTile, StepLayout
 from forerun.attention.native import NativeAttention
 from forerun.attention.reference import ReferenceAttention
 from forerun.kernels import native
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.loading import load_model
 
 BLOCK = 16
 
 
 def backend_for(model: Decoder, num_keys: int, reference: bool, dtype: torch.dtype) -> AttentionBackend:
-    config = model.config
-    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK)
+    spec = attention_spec(model.config, BLOCK)
     num_blocks = -(-num_keys // BLOCK)
-    pool = torch.zeros(num_blocks * shape.block_bytes(dtype.itemsize), dtype=torch.uint8)
-    return (ReferenceAttention if reference else NativeAttention)(shape, config.num_heads, pool, dtype)
+    pool = torch.zeros(num_blocks * spec.shape.block_bytes(dtype.itemsize), dtype=torch.uint8)
+    return (ReferenceAttention if reference else NativeAttention)(spec, pool, dtype)
 
 
 @torch.inference_mode()

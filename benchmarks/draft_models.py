@@ -34,8 +34,9 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.attention import Segment
+from forerun.models.decoder import attention_spec
 from forerun.models.loading import load_model
-from forerun.models.paged import PagedModel, kv_shape
+from forerun.models.paged import PagedModel
 from forerun.request import SpecStats
 
 MIB = 2**20
@@ -187,7 +188,8 @@ def our_logits(path: Path, max_model_len: int) -> Logits:
     """By the decoder and the attention that serve, in float32."""
     model = load_model(path, torch.float32, max_model_len)
     num_blocks = -(-max_model_len // BLOCK_SIZE)
-    memory = torch.zeros(num_blocks * kv_shape(model.config, BLOCK_SIZE).block_bytes(4), dtype=torch.uint8)
+    shape = attention_spec(model.config, BLOCK_SIZE).shape
+    memory = torch.zeros(num_blocks * shape.block_bytes(4), dtype=torch.uint8)
     paged = PagedModel.over(model, memory, torch.float32, BLOCK_SIZE)
 
     def logits(token_ids: list[int], count: int) -> Tensor:

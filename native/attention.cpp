@@ -44,7 +44,7 @@ void copy_token(const void* keys, std::int64_t key_stride, const void* value, st
 struct Buffers {
   Scratch<float> query, scores, sums, splits;
   Scratch<char> own_keys, own_values;
-  Scratch<int> visible;
+  Scratch<int> from, to;
 };
 
 Buffers& buffers() {  // of the calling thread
@@ -58,7 +58,8 @@ Buffers& buffers() {  // of the calling thread
 struct Attention::Work {
   const AttentionTile& tile;
   std::int64_t layer, head;
-  std::int64_t group, num_queries, num_keys, num_splits, num_own;
+  std::int64_t group, num_queries, num_keys, num_own;
+  std::int64_t window;  // of the layer, as large as any position where it has none
   const std::int64_t *rows, *table, *path;
   const float* query = nullptr;      // [num_rows * group][dim], scaled
   const char* own_keys = nullptr;    // [num_own / 16][dim][16]: the path's own tokens
@@ -67,10 +68,13 @@ struct Attention::Work {
   // Where `row` x [heads][dim] has query i.
   std::int64_t place(std::int64_t i, std::int64_t dim) const { return (head * group + i % group) * dim; }
   std::int64_t row(std::int64_t i) const { return rows[i / group]; }
-  // Queries before this one see nothing of a split.
-  std::int64_t first_query(std::int64_t split) const {
-    return std::max<std::int64_t>(0, split * split_keys - tile.first_position) * group;
-  }
+
+  // Query i sees the keys from .. to - 1.
+  std::int64_t to(std::int64_t i) const { return tile.first_position + i / group + 1; }
+  std::int64_t from(std::int64_t i) const { return std::max<std::int64_t>(0, to(i) - window); }
+  // All queries together see keys of the splits first .. end - 1.
+  std::int64_t first_split() const { return from(0) / split_keys; }
+  std::int64_t end_split() const { return (num_keys + split_keys - 1) / split_keys; }
 };
 
 char* Attention::block(std::int64_t id, std::int64_t layer, int part, std::int64_t kv_head) const {
@@ -102,19 +106,18 @@ void Attention::write(const AttentionLayout& layout, std::int64_t layer, ConstRo
 Attention::Work Attention::work(const AttentionLayout& layout, std::int64_t layer, std::int64_t index) const {
   const AttentionTile& tile = layout.tiles[index / shape_.num_kv_heads];
   std::int64_t group = num_heads_ / shape_.num_kv_heads, num_keys = tile.first_position + tile.num_rows;
+  std::int64_t window = rule_.windows[static_cast<std::size_t>(layer)];
   return {tile, layer, index % shape_.num_kv_heads, group, tile.num_rows * group, num_keys,
-          (num_keys + split_keys - 1) / split_keys,
           tile.path_length ? std::min(tile.path_length, num_keys - tile.path_start) : 0,
-          layout.ints + tile.rows_at, layout.ints + tile.table_at, layout.ints + tile.path_at};
+          window ? window : num_keys, layout.ints + tile.rows_at, layout.ints + tile.table_at, layout.ints + tile.path_at};
 }
 
 void Attention::load_query(Work& work, ConstRows query) const {
   std::int64_t dim = shape_.head_dim;
-  float scale = 1.0f / __builtin_sqrtf(static_cast<float>(dim));
   float* scaled = buffers().query.get(work.num_queries * dim);
   for (std::int64_t i = 0; i < work.num_queries; ++i) {
     const float* from = query.row(work.row(i)) + work.place(i, dim);
-    for (std::int64_t d = 0; d < dim; ++d) scaled[i * dim + d] = from[d] * scale;
+    for (std::int64_t d = 0; d < dim; ++d) scaled[i * dim + d] = from[d] * rule_.scale;
   }
   work.query = scaled;
 }
@@ -166,13 +169,16 @@ int Attention::runs_of(const Work& work, std::int64_t split, KeyRun* runs) const
 
 void Attention::attend_split(const Work& work, std::int64_t split, float* out, float* maximum, float* total) const {
   KeyRun runs[max_runs];
-  int* visible = buffers().visible.get(work.num_queries);
+  int *from = buffers().from.get(work.num_queries), *to = buffers().to.get(work.num_queries);
+  auto place = [&](std::int64_t position) {
+    return static_cast<int>(std::clamp<std::int64_t>(position - split * split_keys, 0, split_keys));
+  };
   for (std::int64_t i = 0; i < work.num_queries; ++i) {
-    std::int64_t seen = work.tile.first_position + i / work.group + 1 - split * split_keys;
-    visible[i] = static_cast<int>(std::clamp<std::int64_t>(seen, 0, split_keys));
+    from[i] = place(work.from(i));
+    to[i] = place(work.to(i));
   }
-  AttentionPiece piece{work.query, work.num_queries, shape_.head_dim, runs, runs_of(work, split, runs), visible,
-                       buffers().scores.get(work.num_queries * score_stride), out, maximum, total};
+  AttentionPiece piece{work.query, work.num_queries, shape_.head_dim, runs, runs_of(work, split, runs), from, to,
+                       rule_.softcap, buffers().scores.get(work.num_queries * score_stride), out, maximum, total};
   attention_kernels().attend[shape_.bf16](piece);
 }
 
@@ -183,10 +189,8 @@ void Attention::finish(const Work& work, const float* out, const float* total, M
   }
 }
 
-namespace {
-
 // What a split's queries come to: out [queries][dim], then the largest score and the sum of weights of each.
-struct Partial {
+struct Attention::Partial {
   float *out, *maximum, *total;
 
   static std::int64_t size(std::int64_t queries, std::int64_t dim) { return queries * (dim + 2); }
@@ -195,25 +199,32 @@ struct Partial {
       : out(memory), maximum(memory + queries * dim), total(maximum + queries) {}
 };
 
-// Queries first .. queries - 1 of `more`, those that see keys of its split, into `sum`.
-void join(const Partial& sum, const Partial& more, std::int64_t first, std::int64_t queries, std::int64_t dim) {
+// `more`, which is of `split`, into `sum`, for the queries that see keys of it: a query's first split is its sum so far.
+void Attention::join(const Work& work, const Partial& sum, const Partial& more, std::int64_t split) const {
   auto join_query = attention_kernels().join;
-  for (std::int64_t i = first; i < queries; ++i) {
-    join_query(sum.out + i * dim, sum.maximum + i, sum.total + i, more.out + i * dim, more.maximum[i], more.total[i],
-               dim);
+  std::int64_t dim = shape_.head_dim;
+  for (std::int64_t i = 0; i < work.num_queries; ++i) {
+    std::int64_t first = work.from(i) / split_keys, last = (work.to(i) - 1) / split_keys;
+    if (split < first || split > last) continue;
+    if (split == first) {
+      std::memcpy(sum.out + i * dim, more.out + i * dim, static_cast<std::size_t>(dim) * sizeof(float));
+      sum.maximum[i] = more.maximum[i];
+      sum.total[i] = more.total[i];
+    } else {
+      join_query(sum.out + i * dim, sum.maximum + i, sum.total + i, more.out + i * dim, more.maximum[i], more.total[i],
+                 dim);
+    }
   }
 }
-
-}  // namespace
 
 void Attention::attend_whole(const Work& work, MutableRows result) const {
   std::int64_t queries = work.num_queries, dim = shape_.head_dim, size = Partial::size(queries, dim);
   float* memory = buffers().sums.get(2 * size);
   Partial sum(memory, queries, dim), more(memory + size, queries, dim);
-  attend_split(work, 0, sum.out, sum.maximum, sum.total);
-  for (std::int64_t split = 1; split < work.num_splits; ++split) {
+  attend_split(work, work.first_split(), sum.out, sum.maximum, sum.total);
+  for (std::int64_t split = work.first_split() + 1; split < work.end_split(); ++split) {
     attend_split(work, split, more.out, more.maximum, more.total);
-    join(sum, more, work.first_query(split), queries, dim);
+    join(work, sum, more, split);
   }
   finish(work, sum.out, sum.total, result);
 }
@@ -228,7 +239,7 @@ void Attention::attend_in_splits(const AttentionLayout& layout, std::int64_t lay
   std::vector<Task> tasks;
   for (std::int64_t index = 0; index < layout.num_tiles * shape_.num_kv_heads; ++index) {
     Work todo = work(layout, layer, index);
-    for (std::int64_t split = 0; split < todo.num_splits; ++split) {
+    for (std::int64_t split = todo.first_split(); split < todo.end_split(); ++split) {
       tasks.push_back({index, split, needed});
       needed += Partial::size(todo.num_queries, dim);
     }
@@ -244,11 +255,11 @@ void Attention::attend_in_splits(const AttentionLayout& layout, std::int64_t lay
   });
   for (const Task& task : tasks) {
     Work done = work(layout, layer, task.index);
-    std::int64_t size = Partial::size(done.num_queries, dim);
+    std::int64_t size = Partial::size(done.num_queries, dim), first = done.first_split();
     Partial part(memory + task.place, done.num_queries, dim);
-    Partial sum(memory + task.place - task.split * size, done.num_queries, dim);
-    if (task.split > 0) join(sum, part, done.first_query(task.split), done.num_queries, dim);
-    if (task.split == done.num_splits - 1) finish(done, sum.out, sum.total, out);
+    Partial sum(memory + task.place - (task.split - first) * size, done.num_queries, dim);
+    if (task.split > first) join(done, sum, part, task.split);
+    if (task.split == done.end_split() - 1) finish(done, sum.out, sum.total, out);
   }
 }
 
@@ -257,7 +268,8 @@ void Attention::attend(const AttentionLayout& layout, std::int64_t layer, ConstR
   write(layout, layer, key, value);
   std::int64_t num_works = layout.num_tiles * shape_.num_kv_heads, most_keys = 0, pairs = 0;
   for (std::int64_t i = 0; i < layout.num_tiles; ++i) {
-    std::int64_t keys = layout.tiles[i].first_position + layout.tiles[i].num_rows;
+    Work todo = work(layout, layer, i * shape_.num_kv_heads);
+    std::int64_t keys = todo.num_keys - todo.from(0);
     most_keys = std::max(most_keys, keys);
     pairs += keys * layout.tiles[i].num_rows;
   }

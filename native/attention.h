@@ -7,10 +7,12 @@
 // Keys are taken in splits of 128 counted from position 0. Within a split a score is one chain over d, the softmax is
 // that of the split's largest score, weights are summed in lanes (position modulo 16), values are added in the order of
 // positions; splits are joined in order. So a row's bits depend on its query, keys and values only: not on other rows,
-// tiles, threads, chunks, blocks or the instruction set.
+// tiles, threads, chunks, blocks or the instruction set. With a window, splits that lie before it are left out, and keys
+// before it within a split have no part in any sum.
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "cpu.h"
@@ -39,10 +41,12 @@ struct AttentionPiece {
   std::int64_t num_queries, dim;
   const KeyRun* runs;
   int num_runs;
-  const int* visible;      // [num_queries]: keys of the split that it sees, 0 to 128
+  const int* from;         // [num_queries]: the first key of the split that it sees
+  const int* to;           // [num_queries]: one past the last, 0 to 128; not above `from` where it sees none
+  float softcap;           // scores become softcap * tanh(score / softcap); 0: they stay
   float* scores;           // [num_queries][score_stride], for the kernel's use
   float* out;              // [num_queries][dim]: sum of weight * value
-  float* maximum;          // [num_queries]: of the scores; not written where nothing is visible, nor are out and total
+  float* maximum;          // [num_queries]: of the scores; not written where nothing is seen, nor are out and total
   float* total;            // [num_queries]: of the weights, exp(score - maximum)
 };
 
@@ -65,6 +69,12 @@ struct CacheShape {
   bool bf16;
 };
 
+struct AttentionRule {
+  float scale;                        // of query times key
+  float softcap;                      // as in AttentionPiece
+  std::vector<std::int64_t> windows;  // [num_layers]: tokens that a token sees, itself included; 0: all
+};
+
 // Rows of one path, in order. All `_at` are places in the layout's ints.
 struct AttentionTile {
   std::int64_t rows_at, num_rows;  // rows of the step
@@ -83,15 +93,16 @@ struct AttentionLayout {
 
 class Attention {
  public:
-  Attention(const CacheShape& shape, std::int64_t num_heads, void* cache)
-      : shape_(shape), num_heads_(num_heads), cache_(static_cast<char*>(cache)) {}
+  Attention(const CacheShape& shape, std::int64_t num_heads, void* cache, AttentionRule rule)
+      : shape_(shape), num_heads_(num_heads), cache_(static_cast<char*>(cache)), rule_(std::move(rule)) {}
 
   // Writes the rows' keys and values, then attends. All rows are heads side by side.
   void attend(const AttentionLayout& layout, std::int64_t layer, ConstRows query, ConstRows key, ConstRows value,
               MutableRows out) const;
 
  private:
-  struct Work;  // a tile, and one kv head
+  struct Work;     // a tile, and one kv head
+  struct Partial;  // what some keys come to
 
   std::int64_t element_bytes() const { return shape_.bf16 ? 2 : 4; }
   char* block(std::int64_t id, std::int64_t layer, int part, std::int64_t kv_head) const;
@@ -103,6 +114,7 @@ class Attention {
   void load_path(Work& work) const;
   int runs_of(const Work& work, std::int64_t split, KeyRun* runs) const;
   void attend_split(const Work& work, std::int64_t split, float* out, float* maximum, float* total) const;
+  void join(const Work& work, const Partial& sum, const Partial& more, std::int64_t split) const;
   void finish(const Work& work, const float* out, const float* total, MutableRows result) const;
   void attend_whole(const Work& work, MutableRows result) const;
   void attend_in_splits(const AttentionLayout& layout, std::int64_t layer, ConstRows query, MutableRows out) const;
@@ -110,6 +122,7 @@ class Attention {
   CacheShape shape_;
   std::int64_t num_heads_;
   char* cache_;
+  AttentionRule rule_;
 };
 
 }  // namespace forerun

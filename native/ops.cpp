@@ -1,6 +1,7 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "scratch.h"
 #include "threads.h"
@@ -76,9 +77,23 @@ void made_linear(const Make& make, std::int64_t rows, const Linear& linear, Muta
   run_linear(linear, floats, k, tiles, rows, y.data, y.stride);
 }
 
-void add_rows(ConstRows x, std::int64_t rows, std::int64_t n, MutableRows to) {
-  auto add = row_kernels().add;
-  for_rows(rows, n, [&](std::int64_t row) { add(x.row(row), n, to.row(row)); });
+// A row normed, or copied where there is no norm.
+void make_normed(const float* x, Norm norm, std::int64_t n, float* out) {
+  if (norm.weight) {
+    row_kernels().rms_norm(x, norm.weight, norm.eps, n, out);
+  } else {
+    std::memcpy(out, x, static_cast<std::size_t>(n) * sizeof(float));
+  }
+}
+
+// The rows made are normed in their place.
+void merge_rows(MutableRows made, std::int64_t rows, std::int64_t n, Merge merge, MutableRows to) {
+  const RowKernels& kernels = row_kernels();
+  for_rows(rows, n, [&](std::int64_t row) {
+    float* x = made.row(row);
+    if (merge.norm.weight) kernels.rms_norm(x, merge.norm.weight, merge.norm.eps, n, x);
+    kernels.add(x, merge.scale, n, to.row(row));
+  });
 }
 
 }  // namespace
@@ -89,16 +104,13 @@ void norm_rows(ConstRows x, std::int64_t rows, std::int64_t n, Norm norm, Mutabl
 }
 
 void norm_linear(ConstRows x, std::int64_t rows, Norm norm, const Linear& linear, MutableRows y) {
-  auto rms_norm = row_kernels().rms_norm;
   in_chunks(rows, rows_at_once, [&](std::int64_t first, std::int64_t count) {
-    auto make = [&](std::int64_t row, float* out) {
-      rms_norm(x.row(first + row), norm.weight, norm.eps, linear.k, out);
-    };
+    auto make = [&](std::int64_t row, float* out) { make_normed(x.row(first + row), norm, linear.k, out); };
     made_linear(make, count, linear, {y.row(first), y.stride});
   });
 }
 
-void linear_add(ConstRows x, std::int64_t rows, const Linear& linear, MutableRows to) {
+void linear_add(ConstRows x, std::int64_t rows, const Linear& linear, Merge merge, MutableRows to) {
   std::int64_t n = num_outputs(linear);
   bool needs_tiles = needs_of(linear).tiles;
   in_chunks(rows, rows_at_once, [&](std::int64_t first, std::int64_t count) {
@@ -106,34 +118,34 @@ void linear_add(ConstRows x, std::int64_t rows, const Linear& linear, MutableRow
     ActivationGroup* tiles = needs_tiles ? activation_buffer(count, linear.k) : nullptr;
     if (needs_tiles) quantize_rows(x.row(first), x.stride, count, linear.k, tiles);
     run_linear(linear, x.row(first), x.stride, tiles, count, product.data, product.stride);
-    add_rows(product, count, n, {to.row(first), to.stride});
+    merge_rows(product, count, n, merge, {to.row(first), to.stride});
   });
 }
 
-void mlp(MutableRows x, std::int64_t rows, Norm norm, const Linear& gate_up, const Linear& down) {
-  auto silu_mul = row_kernels().silu_mul;
-  std::int64_t middle = down.k, hidden = num_outputs(down);
+void mlp(ConstRows x, std::int64_t rows, const Mlp& mlp, Merge merge, MutableRows to) {
+  auto gated = row_kernels().gated[mlp.activation];
+  std::int64_t middle = mlp.down.k, hidden = num_outputs(mlp.down);
   in_chunks(rows, mlp_rows_at_once, [&](std::int64_t first, std::int64_t count) {
-    MutableRows part{x.row(first), x.stride};
     MutableRows both{buffers().middle.get(count * 2 * middle), 2 * middle};
-    norm_linear(part, count, norm, gate_up, both);
+    norm_linear({x.row(first), x.stride}, count, mlp.norm, mlp.gate_up, both);
     MutableRows product{buffers().product.get(count * hidden), hidden};
-    auto make = [&](std::int64_t row, float* out) { silu_mul(both.row(row), both.row(row) + middle, middle, out); };
-    made_linear(make, count, down, product);
-    add_rows(product, count, hidden, part);
+    auto make = [&](std::int64_t row, float* out) { gated(both.row(row), both.row(row) + middle, middle, out); };
+    made_linear(make, count, mlp.down, product);
+    merge_rows(product, count, hidden, merge, {to.row(first), to.stride});
   });
 }
 
 void rope_rows(MutableRows qkv, std::int64_t rows, const Rope& rope) {
   const RowKernels& kernels = row_kernels();
   std::int64_t dim = rope.head_dim;
+  auto turn = [&](std::int64_t row, float* x, std::int64_t num_heads, const float* weight) {
+    std::int64_t size = num_heads * dim, normed = rope.whole_norm ? size : dim;
+    for (std::int64_t i = 0; weight && i < size; i += normed) kernels.rms_norm(x + i, weight, rope.eps, normed, x + i);
+    for (std::int64_t i = 0; i < size; i += dim) kernels.rope(x + i, rope.cos.row(row), rope.sin.row(row), rope.half);
+  };
   for_rows(rows, (rope.num_heads + rope.num_kv_heads) * dim, [&](std::int64_t row) {
-    for (std::int64_t head = 0; head < rope.num_heads + rope.num_kv_heads; ++head) {
-      float* x = qkv.row(row) + head * dim;
-      const float* weight = head < rope.num_heads ? rope.q_norm : rope.k_norm;
-      if (weight) kernels.rms_norm(x, weight, rope.eps, dim, x);
-      kernels.rope(x, rope.cos.row(row), rope.sin.row(row), dim / 2);
-    }
+    turn(row, qkv.row(row), rope.num_heads, rope.q_norm);
+    turn(row, qkv.row(row) + rope.num_heads * dim, rope.num_kv_heads, rope.k_norm);
   });
 }
 

@@ -24,6 +24,26 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What the layers of a model attend with: all that a backend must know of it.
+
+    Attributes:
+        scale: of the products of query and key, which make the scores.
+        softcap: scores become softcap * tanh(score / softcap); None: they stay.
+        windows: a layer's window: a token sees so many tokens, itself included; None: all. () where no layer has one.
+    """
+
+    shape: KVShape
+    num_heads: int
+    scale: float
+    softcap: float | None = None
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+
+@dataclass(frozen=True, slots=True)
 class QueryTile:
     """Consecutive rows of one path of one request, attended together.
 
@@ -33,7 +53,7 @@ class QueryTile:
     Attributes:
         rows: rows of the step, in path order.
         first_position: position of the first of them; the others follow one by one. A row at position p sees the
-            path's tokens 0..p.
+            path's tokens 0..p, or as many of the last of these as its layer's window holds.
         block_table: the request's blocks.
         path_slots: cache slots (block * block_size + offset) of the path's tokens from `path_start` on, where they
             do not lie at their own positions; empty for a chain.

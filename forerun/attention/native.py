@@ -1,7 +1,8 @@
 """Attention in the CPU extension: paged, exact rows, keys split over threads where there are many.
 
 Keys are taken in splits of 128 counted from position 0 and joined in order, so that a row's bits depend on its own
-query, keys and values only: not on other rows, tiles, threads, chunks, blocks or the instruction set.
+query, keys and values only: not on other rows, tiles, threads, chunks, blocks or the instruction set. Splits that lie
+before a window are left out, and keys before it within a split are not touched.
 
 Ask `forerun.kernels.native.available()` first.
 """
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.attention.interface import KVShape, QueryTile, StepLayout
+from forerun.attention.interface import AttentionSpec, QueryTile, StepLayout
 from forerun.kernels.native import extension
 
 
@@ -23,19 +24,19 @@ class NativeAttention:
     [kv_heads, D, block_size], its values [kv_heads, block_size, D].
 
     Args:
-        shape: of the group.
-        num_heads: query heads.
+        spec: of the model.
         pool: [bytes] uint8; what was never written is never read into a result.
         dtype: of keys and values, float32 or bfloat16; queries and results are float32.
     """
 
     row_tile = 16
 
-    def __init__(self, shape: KVShape, num_heads: int, pool: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"keys and values are float32 or bfloat16, not {dtype}")
+        shape = spec.shape
+        self.spec = spec
         self.shape = shape
-        self.num_heads = num_heads
         block_bytes = shape.block_bytes(dtype.itemsize)
         self._num_blocks = pool.shape[0] // block_bytes
         cache = pool[: self._num_blocks * block_bytes].view(dtype)
@@ -45,12 +46,15 @@ class NativeAttention:
         self.values = cache[:, :, 1].view(*places, shape.block_size, shape.head_dim)
         self._native = extension().Attention(
             shape.num_layers,
-            num_heads,
+            spec.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
             shape.block_size,
             dtype == torch.bfloat16,
             cache.data_ptr(),
+            spec.scale,
+            spec.softcap or 0.0,
+            [spec.window(layer) or 0 for layer in range(shape.num_layers)],
         )
 
     def begin(self, layout: StepLayout) -> None:
@@ -68,12 +72,12 @@ class NativeAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not self._checked:  # all layers are alike
-            self._check(query, self.num_heads)
+            self._check(query, self.spec.num_heads)
             self._check(key, self.shape.num_kv_heads)
             self._check(value, self.shape.num_kv_heads)
             self._checked = True
         num_rows = self._slots.shape[0]
-        out = torch.empty(query.shape[0], self.num_heads, self.shape.head_dim)
+        out = torch.empty(query.shape[0], self.spec.num_heads, self.shape.head_dim)
         if query.shape[0] > num_rows:
             out[num_rows:] = 0
         self._native.attend(

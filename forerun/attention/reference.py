@@ -2,7 +2,8 @@
 
 All work is done in pieces of one shape, QUERY_TILE rows by KEY_TILE keys, key tiles counted from position 0 and added
 up in order. A row's result therefore depends on its own query and keys only: not on other rows, on the chunk it came
-in, or on blocks that were taken from the prefix cache.
+in, or on blocks that were taken from the prefix cache. A key tile that lies before a row's window adds zeros to zeros,
+so that it does not matter whether the row's tile starts with it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.attention.interface import KVShape, QueryTile, StepLayout
-from forerun.kernels.reference import ROW_TILE
+from forerun.attention.interface import AttentionSpec, QueryTile, StepLayout
+from forerun.kernels.reference import ROW_TILE, soft_cap
 
 KEY_TILE = 256
 
@@ -23,18 +24,17 @@ class ReferenceAttention:
     """Paged keys and values in one tensor [blocks, layers, 2, block_size, kv_heads, D] over the byte pool.
 
     Args:
-        shape: of the group.
-        num_heads: query heads.
+        spec: of the model.
         pool: [bytes] uint8, zeros: masked keys are multiplied by zero, so that memory must not hold NaN.
         dtype: of keys and values.
     """
 
     row_tile = ROW_TILE
 
-    def __init__(self, shape: KVShape, num_heads: int, pool: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype) -> None:
+        shape = spec.shape
+        self.spec = spec
         self.shape = shape
-        self.num_heads = num_heads
-        self.scale = shape.head_dim**-0.5
         block_bytes = shape.block_bytes(dtype.itemsize)
         num_blocks = pool.shape[0] // block_bytes
         self.cache = (
@@ -63,7 +63,7 @@ class ReferenceAttention:
             keys_values = self._gather(stored, table, num_keys)
             for tile in tiles:
                 path = self._follow_path(stored, keys_values, tile) if tile.path_slots else keys_values
-                out[list(tile.rows)] = self._attend_tile(query[list(tile.rows)], path, tile)
+                out[list(tile.rows)] = self._attend_tile(query[list(tile.rows)], path, tile, self.spec.window(layer))
         return out
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
@@ -89,29 +89,36 @@ class ReferenceAttention:
         path[:, :, tile.path_start : tile.path_start + len(slots)] = own.permute(1, 2, 0, 3)
         return path
 
-    def _attend_tile(self, query: Tensor, keys_values: Tensor, tile: QueryTile) -> Tensor:
+    def _attend_tile(self, query: Tensor, keys_values: Tensor, tile: QueryTile, window: int | None) -> Tensor:
         """query [n, heads, D] of one tile -> [n, heads, D]."""
         num_rows, num_heads, head_dim = query.shape
         kv_heads = self.shape.num_kv_heads
         grouped = query.new_zeros(kv_heads, num_heads // kv_heads, ROW_TILE, head_dim)
-        grouped[:, :, :num_rows] = query.view(num_rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3) * self.scale
+        grouped[:, :, :num_rows] = query.view(num_rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3) * self.spec.scale
         grouped = grouped.flatten(1, 2)  # [kv_heads, M, D], M = heads of a group x ROW_TILE
-        positions = tile.first_position + torch.arange(ROW_TILE)
+        positions = (tile.first_position + torch.arange(ROW_TILE)).unsqueeze(1)
+        first_seen = 0 if window is None else max(0, tile.first_position + 1 - window)
+        key_tiles = range(first_seen // KEY_TILE * KEY_TILE, tile.num_keys, KEY_TILE)
 
         scores: list[Tensor] = []
         maximum = query.new_full((kv_heads, grouped.shape[1], 1), float("-inf"))
-        for first in range(0, tile.num_keys, KEY_TILE):
+        for first in key_tiles:
             score = torch.bmm(grouped, keys_values[0, :, first : first + KEY_TILE].transpose(1, 2))
-            hidden = first + self._positions > positions.unsqueeze(1)  # [ROW_TILE, KEY_TILE]
+            if self.spec.softcap is not None:
+                score = soft_cap(score, self.spec.softcap)
+            keys = first + self._positions
+            hidden = keys > positions  # [ROW_TILE, KEY_TILE]
+            if window is not None:
+                hidden |= keys <= positions - window
             score = score.view(kv_heads, -1, ROW_TILE, KEY_TILE).masked_fill(hidden, float("-inf")).flatten(1, 2)
             maximum = torch.maximum(maximum, score.amax(dim=-1, keepdim=True))
             scores.append(score)
 
         total = query.new_zeros(kv_heads, grouped.shape[1], 1)
         out = torch.zeros_like(grouped)
-        for place, score in enumerate(scores):
+        for first, score in zip(key_tiles, scores, strict=True):
             weights = torch.exp(score - maximum)
             total = total + weights.sum(dim=-1, keepdim=True)
-            out = torch.baddbmm(out, weights, keys_values[1, :, place * KEY_TILE : (place + 1) * KEY_TILE])
+            out = torch.baddbmm(out, weights, keys_values[1, :, first : first + KEY_TILE])
         out = (out / total).view(kv_heads, -1, ROW_TILE, head_dim)[:, :, :num_rows]
         return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)

@@ -23,9 +23,9 @@ from forerun.memory.budget import fit_model_len, kv_cache_bytes, start_up_lines
 from forerun.memory.groups import GroupSpec
 from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.loading import load_model, read_config
-from forerun.models.paged import PagedModel, kv_shape
+from forerun.models.paged import PagedModel
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.spec.control import make_control
 from forerun.spec.proposer import TargetInfo
@@ -53,7 +53,7 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_num_threads(config.num_threads)
     path = str(resolve_model(config.model))
     model_config = read_config(path)
-    shape = kv_shape(model_config, config.block_size)
+    shape = attention_spec(model_config, config.block_size).shape
     _fit(config, model_config, shape, kv_cache_bytes(config.kv_cache_memory_bytes))
     target = _load_target(config, path, model_config)
     proposer = make_proposer(config.speculative_config, _target_info(config, target))

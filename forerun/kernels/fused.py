@@ -6,6 +6,7 @@ one call a step; plain ones are composed of `forerun.kernels.reference`. Rows ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,13 +52,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, linear: Linear) -> Tensor:
-    """x [T, K], RMS-normed, times the weights: [T, N]."""
+def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, linear: Linear) -> Tensor:
+    """x [T, K], RMS-normed where there is a norm, times the weights: [T, N]."""
     if isinstance(linear, PlainLinear):
-        return linear(reference.rms_norm(x, norm_weight, eps))
+        return linear(_normed(x, norm_weight, eps))
     stride, num_rows = _row_stride(x, linear.k), x.shape[0]
     y = torch.empty(num_rows, linear.n)
-    weight = _address(norm_weight, linear.k)
+    weight = _optional_address(norm_weight, linear.k)
     native.extension().norm_linear(x.data_ptr(), stride, num_rows, weight, eps, linear.address, y.data_ptr(), linear.n)
     return y
 
@@ -72,56 +73,150 @@ def rope_qk(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """In place on the query and key heads: RMS norm of each head where a weight is given, then rope.
+    """In place on the query and key heads: RMS norm where a weight is given, then rope.
 
     Args:
         qkv: [T, (num_heads + 2 * num_kv_heads) * D]: query, key and value heads side by side.
-        cos, sin: [T, D / 2], of the rows' positions.
-        q_norm, k_norm: [D], both or neither.
+        cos, sin: [T, R / 2], of the rows' positions; the first R values of a head are rotated, R <= D.
+        q_norm, k_norm: both or neither: [D] for a norm of each head, or of all heads of a row together
+            [num_heads * D] and [num_kv_heads * D].
     """
-    dim = 2 * cos.shape[1]
+    dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    whole = q_norm is not None and q_norm.numel() != dim
     if not _is_native(qkv):
         heads = qkv.view(qkv.shape[0], -1, dim)
         _rope_heads(heads[:, :num_heads], cos, sin, q_norm, eps)
         _rope_heads(heads[:, num_heads : num_heads + num_kv_heads], cos, sin, k_norm, eps)
         return
     stride, num_rows = _row_stride(qkv, (num_heads + 2 * num_kv_heads) * dim), qkv.shape[0]
-    if cos.shape != (num_rows, dim // 2) or sin.shape != cos.shape:
+    half = cos.shape[-1]
+    if cos.shape != (num_rows, half) or sin.shape != cos.shape or 2 * half > dim:
         raise ValueError(f"cos and sin must be [{num_rows}, D / 2], got {list(cos.shape)} and {list(sin.shape)}")
-    q_address, k_address = (0 if norm is None else _address(norm, dim) for norm in (q_norm, k_norm))
+    q_address = _optional_address(q_norm, num_heads * dim if whole else dim)
+    k_address = _optional_address(k_norm, num_kv_heads * dim if whole else dim)
     native.extension().rope(
-        qkv.data_ptr(), stride, num_rows, _address(cos), _address(sin), num_heads, num_kv_heads, dim,
-        q_address, k_address, eps,
+        qkv.data_ptr(), stride, num_rows, _address(cos), _address(sin), half, num_heads, num_kv_heads, dim,
+        q_address, k_address, whole, eps,
     )  # fmt: skip
 
 
-def linear_add(x: Tensor, linear: Linear, residual: Tensor) -> None:
-    """residual [T, N] += x [T, K] times the weights."""
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """How what a layer makes joins the residual stream: residual += scale * norm(made).
+
+    Attributes:
+        norm: [H], weight of an RMS norm; None: none.
+    """
+
+    norm: Tensor | None = None
+    eps: float = 0.0
+    scale: float = 1.0
+
+    def __call__(self, made: Tensor, residual: Tensor) -> None:
+        """Both [T, H]; in place on the residual."""
+        normed = made if self.norm is None else rms_norm(made, self.norm, self.eps)
+        residual += normed if self.scale == 1 else normed * self.scale
+
+    def arguments(self, width: int) -> tuple[int, float, float]:
+        """As the extension takes it."""
+        return _optional_address(self.norm, width), self.eps, self.scale
+
+
+ADD = Merge()
+
+
+def linear_add(x: Tensor, linear: Linear, residual: Tensor, merge: Merge = ADD) -> None:
+    """x [T, K] times the weights, merged into residual [T, N]."""
     if isinstance(linear, PlainLinear):
-        residual += linear(x)
+        merge(linear(x), residual)
         return
     stride, num_rows = _row_stride(x, linear.k), x.shape[0]
     to_stride = _row_stride(residual, linear.n)
     if residual.shape[0] != num_rows:
         raise ValueError(f"expected {num_rows} rows, got {residual.shape[0]}")
-    native.extension().linear_add(x.data_ptr(), stride, num_rows, linear.address, residual.data_ptr(), to_stride)
+    native.extension().linear_add(
+        x.data_ptr(), stride, num_rows, linear.address, *merge.arguments(linear.n), residual.data_ptr(), to_stride
+    )
 
 
-def mlp(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Linear, down: Linear) -> None:
-    """x [T, H] += down(silu(gate) * up), where gate and up are the halves of gate_up(normed x)."""
-    if isinstance(gate_up, PlainLinear) or isinstance(down, PlainLinear):
-        linear_add(reference.silu_mul(norm_linear(x, norm_weight, eps, gate_up)), down, x)
-        return
-    if gate_up.n != 2 * down.k or gate_up.k != down.n:
-        raise ValueError(f"gate_up [{gate_up.n}, {gate_up.k}] and down [{down.n}, {down.k}] do not fit together")
-    stride = _row_stride(x, gate_up.k)
-    weight = _address(norm_weight, gate_up.k)
-    native.extension().mlp(x.data_ptr(), stride, x.shape[0], weight, eps, gate_up.address, down.address)
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """x -> down(activation(gate) * up), where gate and up are the halves of gate_up(x).
+
+    Attributes:
+        gate_up: [2I, H]. down: [H, I].
+        activation: a name that `reference.gated` knows.
+    """
+
+    gate_up: Linear
+    down: Linear
+    activation: str = "silu"
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    def add(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor, merge: Merge = ADD) -> None:
+        """Of x [T, H], RMS-normed where there is a norm, merged into residual [T, H], which may be x itself."""
+        gate_up, down = self.gate_up, self.down
+        if isinstance(gate_up, PlainLinear) or isinstance(down, PlainLinear):
+            linear_add(reference.gated(norm_linear(x, norm, eps, gate_up), self.activation), down, residual, merge)
+            return
+        if gate_up.n != 2 * down.k or gate_up.k != down.n:
+            raise ValueError(f"gate_up [{gate_up.n}, {gate_up.k}] and down [{down.n}, {down.k}] do not fit together")
+        stride, to_stride = _row_stride(x, gate_up.k), _row_stride(residual, down.n)
+        if residual.shape[0] != x.shape[0]:
+            raise ValueError(f"expected {x.shape[0]} rows, got {residual.shape[0]}")
+        native.extension().mlp(
+            x.data_ptr(), stride, x.shape[0], _optional_address(norm, gate_up.k), eps, gate_up.address,
+            self.activation == "gelu_tanh", down.address, *merge.arguments(down.n), residual.data_ptr(), to_stride,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A choice of MLPs: each row goes through those that the router scores highest, weighted.
+
+    The outputs of a row's experts are added in the order of the experts, so that its bits are its own.
+
+    Attributes:
+        router: [E, H], to scores. experts: E of them.
+        num_chosen, normalize: as `reference.route` takes them.
+    """
+
+    router: Linear
+    experts: Sequence[Mlp]
+    num_chosen: int
+    normalize: bool
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.router, *(linear for expert in self.experts for linear in expert.linears)
+
+    def add(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor, merge: Merge = ADD) -> None:
+        """As `Mlp.add`."""
+        normed = x if norm is None else rms_norm(x, norm, eps)
+        chosen, weights = reference.route(self.router(normed).float(), self.num_chosen, self.normalize)
+        weights = weights.to(x.dtype)
+        total = torch.zeros_like(residual)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            rows, places = torch.where(chosen == expert)
+            made = torch.zeros(len(rows), residual.shape[1], dtype=x.dtype)
+            self.experts[expert].add(normed[rows], None, eps, made)
+            total[rows] += made * weights[rows, places].unsqueeze(1)
+        merge(total, residual)
 
 
 def _rope_heads(heads: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, eps: float) -> None:
-    normed = heads if norm is None else reference.rms_norm(heads, norm, eps)
+    """heads [T, n, D]"""
+    normed = heads
+    if norm is not None:
+        normed = reference.rms_norm(heads.reshape(heads.shape[0], -1, norm.numel()), norm, eps).view(heads.shape)
     heads.copy_(reference.rope(normed, cos, sin))
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else reference.rms_norm(x, weight, eps)
 
 
 def _is_native(x: Tensor) -> bool:
@@ -136,6 +231,10 @@ def _row_stride(x: Tensor, width: int) -> int:
         if x.stride(1) == 1:
             return x.stride(0)
     raise ValueError(f"expected [T, {width}] float32 with contiguous rows, got {list(x.shape)} {x.dtype}")
+
+
+def _optional_address(x: Tensor | None, size: int) -> int:
+    return 0 if x is None else _address(x, size)
 
 
 def _address(x: Tensor, size: int | None = None) -> int:

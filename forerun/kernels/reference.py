@@ -12,6 +12,7 @@ Not for speed: the native kernels do the same work in fewer passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_TILE = 8
+GELU_SLOPE, GELU_CUBIC = math.sqrt(8 / math.pi), 0.044715
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -46,17 +48,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x32 * scale).to(x.dtype) * weight
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2I], gate first: silu(gate) * up, [T, I]."""
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up [T, 2I], gate first: activation(gate) * up, [T, I].
+
+    Both activations are gate * sigmoid(z): "silu" with z = gate, "gelu_tanh" (the approximation of GELU by tanh) with
+    z = sqrt(8 / pi) (gate + 0.044715 gate^3), since (1 + tanh(z / 2)) / 2 is sigmoid(z).
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return gate / (1 + torch.exp(-gate)) * up
+    z = gate if activation == "silu" else GELU_SLOPE * gate * (1 + GELU_CUBIC * (gate * gate))
+    return gate / (1 + torch.exp(-z)) * up
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head: x [T, heads, D], cos and sin [T, D / 2] of each row's position."""
-    first, second = x.chunk(2, dim=-1)
+    """Rotate the halves of each head: x [T, heads, D], cos and sin [T, R / 2] of each row's position. Where R < D the
+    first R values of a head are rotated and the others stay."""
+    half = cos.shape[-1]
+    first, second, rest = x.split_with_sizes((half, half, x.shape[-1] - 2 * half), dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap)"""
+    return torch.tanh(x / cap) * cap
+
+
+def route(scores: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The best experts of each row.
+
+    Args:
+        scores: [T, E] float32, the router's.
+        normalize: the weights of a row add up to 1; otherwise they are the softmax over all experts.
+    Returns:
+        indices [T, num_chosen] int64, the lowest first among equals, and weights [T, num_chosen] float32.
+    """
+    ordered, indices = scores.sort(dim=-1, descending=True, stable=True)
+    weights = torch.exp(ordered - ordered[:, :1])
+    chosen = weights[:, :num_chosen]
+    return indices[:, :num_chosen], chosen / (chosen if normalize else weights).sum(-1, keepdim=True)
 
 
 def check_row_exactness(weight_shapes: Iterable[tuple[int, int]]) -> bool:

@@ -13,15 +13,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from forerun.attention import AttentionSpec, KVShape
 from forerun.errors import ConfigError
-from forerun.kernels.fused import Embedding, Linear, embed, linear_add, rms_norm
+from forerun.kernels.fused import Embedding, Experts, Linear, embed, linear_add, rms_norm
 from forerun.kernels.packed import PackedLinear, PackedWeight
-from forerun.kernels.reference import ROW_TILE
+from forerun.kernels.reference import ROW_TILE, soft_cap
 from forerun.models.config import DecoderConfig
-from forerun.models.layers import LayerWeights, Weight, attention_inputs, linear_of, mlp, rope_tables, vector_of
+from forerun.models.layers import LayerWeights, Weight, attention_inputs, linear_of, rope_tables, vector_of
 
 Tap = tuple[int, bool]
 """(j, after the final norm): j names the residual stream that enters layer j; num_layers is what leaves the last."""
+
+
+def attention_spec(config: DecoderConfig, block_size: int = 16) -> AttentionSpec:
+    """What the model's attention backend is built from."""
+    return AttentionSpec(
+        KVShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size),
+        config.num_heads,
+        scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+        softcap=config.attention_softcap,
+        windows=config.sliding_windows,
+    )
 
 
 class Attend(Protocol):
@@ -29,7 +41,7 @@ class Attend(Protocol):
         """Store the rows' keys and values, and attend from each row to those it may see.
 
         Args:
-            query: [T, nh, D], rope applied, not scaled (the scale is 1 / sqrt(D)).
+            query: [T, nh, D], rope applied, not scaled: see `attention_spec`.
             key, value: [T, nkv, D]; rope is applied to key.
             A row's heads are contiguous, rows may be further apart. All are valid during the call only.
         Returns:
@@ -62,9 +74,13 @@ class Decoder:
         self.embedding: Embedding = embedding  # [V, H]
         self.norm = vector_of(weights, "norm")
         self.head: Linear = linear_of(weights, "embedding" if config.tie_word_embeddings else "head")  # [V, H]
-        self.layers = [LayerWeights.of(weights, layer) for layer in range(config.num_layers)]
+        self.layers = [LayerWeights.of(weights, config, layer) for layer in range(config.num_layers)]
         self.max_positions = max_positions or config.max_position_embeddings
-        self.cos, self.sin = rope_tables(config, self.max_positions, self.dtype)
+        self.rope_tables = [
+            rope_tables(rope, config.head_dim, self.max_positions, self.dtype) for rope in config.ropes
+        ]  # cos and sin, [max_positions, R / 2] each
+        # In the dtype of the weights, as Gemma's embeddings are scaled in Hugging Face's class.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,8 +92,10 @@ class Decoder:
 
     @property
     def row_multiple(self) -> int:
-        """Steps of so many rows cost no more than fewer: what plain products are padded to."""
-        packed = all(isinstance(linear, PackedLinear) for linear in self.linears)
+        """Steps of so many rows cost no more than fewer: what plain products are padded to. Routers are too small to
+        count."""
+        routers = {id(layer.mlp.router) for layer in self.layers if isinstance(layer.mlp, Experts)}
+        packed = all(isinstance(linear, PackedLinear) or id(linear) in routers for linear in self.linears)
         return 1 if packed else ROW_TILE
 
     @property
@@ -102,16 +120,18 @@ class Decoder:
         """
         self._check_taps(taps)
         config = self.config
-        cos, sin = self.cos[positions], self.sin[positions]  # [T, D / 2]
+        ropes = [(cos[positions], sin[positions]) for cos, sin in self.rope_tables]  # [T, R / 2] each
         hidden = embed(token_ids, self.embedding)
+        if config.embedding_scale != 1:
+            hidden *= self.embedding_scale
         states: dict[Tap, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if (index, False) in taps:
                 states[index, False] = hidden.clone()  # layers add to it in place
-            query, key, value = attention_inputs(hidden, layer, config, cos, sin)
+            query, key, value = attention_inputs(hidden, layer, config, *ropes[config.rope_index(index)])
             attended = attend(index, query, key, value).flatten(1)  # [T, nh * D]
-            linear_add(attended, layer.output, hidden)
-            mlp(hidden, layer, config)
+            linear_add(attended, layer.output, hidden, layer.attn_merge)
+            layer.mlp.add(hidden, layer.mlp_norm, config.rms_norm_eps, hidden, layer.mlp_merge)
         normed = rms_norm(hidden, self.norm, config.rms_norm_eps)
         last = {(config.num_layers, False): hidden, (config.num_layers, True): normed}
         states.update({tap: state for tap, state in last.items() if tap in taps})
@@ -120,7 +140,12 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H], after the final norm -> [R, V] float32."""
-        return self.head(hidden).float()
+        logits = self.head(hidden)
+        if self.config.logits_scale != 1:
+            logits /= self.config.logits_scale
+        if self.config.logits_softcap is not None:
+            logits = soft_cap(logits, self.config.logits_softcap)
+        return logits.float()
 
     def _check_taps(self, taps: Sequence[Tap]) -> None:
         last = self.config.num_layers

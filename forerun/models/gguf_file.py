@@ -55,7 +55,8 @@ class Strings(Sequence[str]):
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor's place. shape: as torch has it, rows first. kind: the number of its ggml type."""
+    """A tensor's place. shape: as torch has it, rows first. kind: the number of its ggml type. A row is all that lies
+    along the last axis; a vector is one."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,6 +67,10 @@ class GgufTensor:
     @property
     def kind_name(self) -> str:
         return str(GGMLQuantizationType(self.kind).name)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.num_bytes // math.prod(self.shape[:-1])
 
 
 class GgufFile:
@@ -97,19 +102,19 @@ class GgufFile:
     def read(self, name: str, first_row: int, num_rows: int) -> NDArray[np.float32]:
         """Rows of a tensor, [num_rows, ...] float32, a fresh array or a read-only view of the file."""
         tensor = self.tensors[name]
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1  # a vector is one row
-        row_bytes = tensor.num_bytes // rows
-        raw = np.frombuffer(self._data, np.uint8, num_rows * row_bytes, tensor.offset + first_row * row_bytes)
+        row_bytes = tensor.row_bytes
+        raw = self.raw(name, first_row, num_rows)
         with np.errstate(all="ignore"):  # broken scales give inf or nan, which is the file's business
             values: NDArray[np.float32] = dequantize(
                 raw.reshape(num_rows, row_bytes), GGMLQuantizationType(tensor.kind)
             )
         return values
 
-    def raw(self, name: str) -> NDArray[np.uint8]:
-        """All bytes of a tensor, a read-only view of the file."""
+    def raw(self, name: str, first_row: int, num_rows: int) -> NDArray[np.uint8]:
+        """The bytes of rows of a tensor, a read-only view of the file."""
         tensor = self.tensors[name]
-        return np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
+        row_bytes = tensor.row_bytes
+        return np.frombuffer(self._data, np.uint8, num_rows * row_bytes, tensor.offset + first_row * row_bytes)
 
     def _read_header(self) -> None:
         (version,) = self._unpack("<I")

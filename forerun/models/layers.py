@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.fused import Linear, PlainLinear, norm_linear, rope_qk
-from forerun.kernels.fused import mlp as fused_mlp
+from forerun.kernels.fused import Experts, Linear, Merge, Mlp, PlainLinear, norm_linear, rope_qk
 from forerun.kernels.packed import PackedLinear, PackedWeight
 from forerun.models.config import DecoderConfig, RopeConfig
 
@@ -21,27 +20,55 @@ bias apart, or a PackedLinear that has it."""
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; shapes in `DecoderConfig.layer_shapes`. Fused: q, k, v in `qkv`, gate, up in `gate_up`."""
+    """One layer; shapes in `DecoderConfig.layer_shapes`. Fused: q, k, v in `qkv`, gate, up in `mlp.gate_up`."""
 
-    attn_norm: Tensor
+    attn_norm: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     qkv: Linear
     output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    attn_merge: Merge
+    mlp_norm: Tensor | None
+    mlp: Mlp | Experts
+    mlp_merge: Merge
 
     @classmethod
-    def of(cls, weights: Mapping[str, Weight], layer: int) -> LayerWeights:
+    def of(cls, weights: Mapping[str, Weight], config: DecoderConfig, layer: int) -> LayerWeights:
         prefix = f"layers.{layer}."
-        linears = {name: linear_of(weights, prefix + name) for name in ("qkv", "output", "gate_up", "down")}
-        names = [name for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm") if prefix + name in weights]
-        return cls(**linears, **{name: vector_of(weights, prefix + name) for name in names})  # type: ignore[arg-type]
+
+        def norm(name: str) -> Tensor | None:
+            return vector_of(weights, prefix + name) if prefix + name in weights else None
+
+        def merge(name: str) -> Merge:
+            return Merge(norm(name), config.rms_norm_eps, config.residual_scale)
+
+        return cls(
+            attn_norm=norm("attn_norm"),
+            q_norm=norm("q_norm"),
+            k_norm=norm("k_norm"),
+            qkv=linear_of(weights, f"{prefix}qkv"),
+            output=linear_of(weights, f"{prefix}output"),
+            attn_merge=merge("post_attn_norm"),
+            mlp_norm=norm("mlp_norm"),
+            mlp=_experts_of(weights, config, prefix) if config.has_experts(layer) else _mlp_of(weights, config, prefix),
+            mlp_merge=merge("post_mlp_norm"),
+        )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+        return self.qkv, self.output, *self.mlp.linears
+
+
+def _mlp_of(weights: Mapping[str, Weight], config: DecoderConfig, prefix: str) -> Mlp:
+    gate_up, down = (linear_of(weights, prefix + name) for name in ("gate_up", "down"))
+    return Mlp(gate_up, down, config.activation)
+
+
+def _experts_of(weights: Mapping[str, Weight], config: DecoderConfig, prefix: str) -> Experts:
+    moe = config.moe
+    assert moe is not None
+    experts = [_mlp_of(weights, config, f"{prefix}experts.{expert}.") for expert in range(moe.num_experts)]
+    return Experts(linear_of(weights, f"{prefix}router"), experts, moe.experts_per_token, moe.normalize)
 
 
 def linear_of(weights: Mapping[str, Weight], name: str) -> Linear:
@@ -65,7 +92,8 @@ def attention_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [T, H] -> query [T, nh, D], key [T, nkv, D], both with rope, and value [T, nkv, D].
 
-    All are views of the fused product: a row's heads are contiguous, rows are not.
+    cos, sin: [T, R / 2], of the layer's rope. What comes out are views of the fused product: a row's heads are
+    contiguous, rows are not.
     """
     heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_norm_eps
     qkv = norm_linear(hidden, weights.attn_norm, eps, weights.qkv)
@@ -76,31 +104,33 @@ def attention_inputs(
     return query, key, value
 
 
-def mlp(hidden: Tensor, weights: LayerWeights, config: DecoderConfig) -> None:
-    """Add the gated MLP to hidden [T, H], in place."""
-    fused_mlp(hidden, weights.mlp_norm, config.rms_norm_eps, weights.gate_up, weights.down)
-
-
-def rope_tables(config: DecoderConfig, max_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions 0..max_positions-1, [max_positions, head_dim / 2]; computed in float32."""
+def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions 0..max_positions-1, [max_positions, R / 2]; computed in float32."""
     positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(config.rope, config.head_dim))
-    scale = config.rope.attention_factor
+    angles = torch.outer(positions, inverse_frequencies(rope, head_dim, max_positions))
+    scale = rope.attention_factor
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians a position, [head_dim / 2] float32, in the operations and the order of Hugging Face's."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int = 0) -> Tensor:
+    """Radians a position, [R / 2] float32, in the operations and the order of Hugging Face's.
+
+    Args:
+        max_positions: the longest sequence to be computed. It decides which factors longrope takes, once and for all:
+            keys in a cache have been turned and cannot be turned again where a text grows long.
+    """
+    dim = rope.rotated(head_dim)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     frequencies = 1.0 / rope.theta**exponents
-    if rope.frequency_factors:
-        frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32)
+    stretched = rope.type == "longrope" and max_positions > rope.original_max_positions
+    if factors := rope.long_factors if stretched else rope.frequency_factors:
+        frequencies = frequencies / torch.tensor(factors, dtype=torch.float32)
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type == "llama3":
         return _llama3(frequencies, rope)
     if rope.type == "yarn":
-        return _yarn(frequencies, rope, head_dim)
+        return _yarn(frequencies, rope, dim)
     return frequencies
 
 
@@ -111,19 +141,19 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     return (1 - kept) * frequencies / rope.factor + kept * frequencies
 
 
-def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+def _yarn(frequencies: Tensor, rope: RopeConfig, dim: int) -> Tensor:
     """Source: YaRN, arXiv 2309.00071, section 3.2: a ramp over dimensions between plain and stretched."""
-    low = _yarn_dimension(rope.beta_fast, rope, head_dim)
-    high = _yarn_dimension(rope.beta_slow, rope, head_dim)
+    low = _yarn_dimension(rope.beta_fast, rope, dim)
+    high = _yarn_dimension(rope.beta_slow, rope, dim)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
     stretched = ramp.clamp(0, 1)
     return frequencies / rope.factor * stretched + frequencies * (1 - stretched)
 
 
-def _yarn_dimension(rotations: float, rope: RopeConfig, head_dim: int) -> float:
+def _yarn_dimension(rotations: float, rope: RopeConfig, dim: int) -> float:
     """The dimension, a real number, that turns so often over the original context."""
     wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
-    return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+    return dim * math.log(wavelength) / (2 * math.log(rope.theta))

@@ -31,8 +31,8 @@ from forerun.kernels import native
 from forerun.kernels.packed import FLOATING, PackedLinear, PackedWeight, packed_kind
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.families import family_of
-from forerun.models.families.base import Family, Slot, Values
+from forerun.models.families import GGUF_FAMILIES, family_of
+from forerun.models.families.base import ROPE_FACTORS, Family, GgufHeader, Slot, Values
 from forerun.models.gguf_file import GgufFile, can_dequantize, row_chunks
 from forerun.models.layers import Weight
 
@@ -43,7 +43,8 @@ MAX_MESSAGE = 1000
 CHUNK_ELEMENTS = 1 << 18  # dequantised at once: small enough to stay in a core's cache
 DEFAULT_MAX_POSITIONS = 1 << 17
 SAFETENSORS_KINDS = ("F32", "F16", "BF16")
-ROPE_FACTORS = "rope_freqs.weight"
+MAX_ROPE_FACTORS = 1 << 16
+MAX_MATRICES = 1 << 14  # of a tensor of three axes
 
 Fill = Callable[[Tensor], None]
 """Writes a checkpoint's tensor, rows in the checkpoint's order, into a tensor of its shape."""
@@ -226,11 +227,18 @@ def _open_directory(path: Path) -> Checkpoint:
     values = Values(_read_json(config_path))
     with _naming(config_path):
         family = family_of(values.text("model_type"), "model_type")
-        config = family.from_hf(values)
+        config = family.read_hf(values)
     config = _with_generation_config(config, path / "generation_config.json")
-    ignored = r"rotary_emb\.inv_freq$" + (r"|^lm_head\.weight$" if config.tie_word_embeddings else "")
+    ignored = [r"rotary_emb\.inv_freq$"]
+    ignored += [r"^lm_head\.weight$"] if config.tie_word_embeddings else []
+    ignored += [family.hf_ignored] if family.hf_ignored else []
     return Checkpoint(
-        path, config, family.hf_slots(config), "layers.", lambda: _safetensors_sources(path), re.compile(ignored)
+        path,
+        config,
+        family.hf_slots(config),
+        "layers.",
+        lambda: _safetensors_sources(path, family.hf_prefixes),
+        re.compile("|".join(ignored)),
     )
 
 
@@ -256,11 +264,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _safetensors_sources(path: Path) -> dict[str, Source]:
+def _safetensors_sources(path: Path, prefixes: Sequence[str]) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     for file in _safetensors_files(path):
         for name, source in _file_sources(file).items():
-            short = name.removeprefix("model.")
+            short = name.removeprefix(next(filter(name.startswith, prefixes), ""))
             if short in sources:
                 raise CheckpointError(f"{source.where}: the tensor stands there twice, also in {sources[short].where}")
             sources[short] = source
@@ -332,50 +340,64 @@ def _open_gguf(path: Path) -> Checkpoint:
     file = GgufFile(path)
     with _naming(path):
         family, config = _gguf_config(file)
-    ignored = re.compile(rf"^{re.escape(ROPE_FACTORS)}$")
+    ignored = re.compile("|".join(rf"^{re.escape(name)}$" for name in ROPE_FACTORS))
     return Checkpoint(path, config, family.gguf_slots(config), "blk.", lambda: _gguf_sources(file), ignored)
 
 
 def _gguf_config(file: GgufFile) -> tuple[Family, DecoderConfig]:
     general = Values(file.metadata)
     name = general.text("general.architecture")
-    family = family_of(name, "general.architecture")
+    family = family_of(name, "general.architecture", GGUF_FAMILIES)
     if general.integer("split.count", 1) > 1:
         raise CheckpointError("split GGUF files are not supported: merge the parts with llama.cpp's gguf-split")
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     if "token_embd.weight" not in shapes:
         raise CheckpointError("tensor 'token_embd.weight' is missing")
-    config = family.from_gguf(general, Values(file.metadata, f"{name}."), shapes)
-    if ROPE_FACTORS not in shapes:
-        return family, config
-    _check_shape(ROPE_FACTORS, (config.head_dim // 2,), shapes[ROPE_FACTORS])
-    _check_kind(file, ROPE_FACTORS)
-    factors = tuple(file.read(ROPE_FACTORS, 0, 1)[0].tolist())
-    return family, dataclasses.replace(config, rope=dataclasses.replace(config.rope, frequency_factors=factors))
+    factors = {name: _rope_factors(file, name) for name in ROPE_FACTORS if name in shapes}
+    return family, family.read_gguf(GgufHeader(general, Values(file.metadata, f"{name}."), shapes, factors))
+
+
+def _rope_factors(file: GgufFile, name: str) -> tuple[float, ...]:
+    shape = file.tensors[name].shape
+    if len(shape) != 1 or shape[0] > MAX_ROPE_FACTORS:
+        raise CheckpointError(f"tensor {name!r} must be a vector of half a head, found shape {list(shape)}")
+    _check_kind(file, name)
+    return tuple(file.read(name, 0, 1)[0].tolist())
 
 
 def _gguf_sources(file: GgufFile) -> dict[str, Source]:
-    return {
-        name: Source(
-            tensor.shape,
-            _gguf_fill(file, name),
-            _gguf_pack(file, name),
-            f"{file.path}: {name}",
-            packed_kind(tensor.kind),
-        )
-        for name, tensor in file.tensors.items()
-    }
+    sources = {}
+    for name, tensor in file.tensors.items():
+        for label, index, shape in _matrices(name, tensor.shape):
+            first_row = index * shape[0]
+            sources[label] = Source(
+                shape,
+                _gguf_fill(file, name, first_row),
+                _gguf_pack(file, name, first_row, shape[0]),
+                f"{file.path}: {label}",
+                packed_kind(tensor.kind),
+            )
+    return sources
 
 
-def _gguf_pack(file: GgufFile, name: str) -> Pack:
+def _matrices(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """(name, index, shape) of the matrices of a tensor of three axes, which are experts; else the tensor itself."""
+    if len(shape) != 3 or shape[0] > MAX_MATRICES:
+        yield name, 0, shape
+        return
+    for index in range(shape[0]):
+        yield f"{name}[{index}]", index, shape[1:]
+
+
+def _gguf_pack(file: GgufFile, name: str, first: int, num_rows: int) -> Pack:
     def pack(weight: PackedWeight, first_row: int, order: Tensor | None) -> None:
         tensor = file.tensors[name]
         if packed_kind(tensor.kind) == weight.kind or tensor.kind in FLOATING.values():
-            weight.fill(_of_numpy(file.raw(name)), tensor.kind, first_row, order)
+            weight.fill(_of_numpy(file.raw(name, first, num_rows)), tensor.kind, first_row, order)
             return
         with _naming(file.path):
             _check_kind(file, name)
-        weight.fill_floats(_of_numpy(file.read(name, 0, tensor.shape[0])), first_row, order)
+        weight.fill_floats(_of_numpy(file.read(name, first, num_rows)), first_row, order)
 
     return pack
 
@@ -387,13 +409,13 @@ def _of_numpy(values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values)
 
 
-def _gguf_fill(file: GgufFile, name: str) -> Fill:
+def _gguf_fill(file: GgufFile, name: str, start: int = 0) -> Fill:
     def fill(target: Tensor) -> None:
         with _naming(file.path):
             _check_kind(file, name)
         rows = target if target.dim() > 1 else target.unsqueeze(0)
         for first, num_rows in row_chunks(rows.shape[0], max(1, CHUNK_ELEMENTS // rows[0].numel())):
-            _write(file.read(name, first, num_rows), rows[first : first + num_rows])
+            _write(file.read(name, start + first, num_rows), rows[first : first + num_rows])
 
     return fill
 
@@ -427,7 +449,8 @@ def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, kind_for: KindFor 
     packed: dict[str, list[PackedWeight]] = {}
     for tensor, shape in checkpoint.config.weight_shapes().items():
         own = sorted(parts[tensor], key=lambda part: part[1].start)
-        kinds = [kind_for(source) for source, _ in own] if kind_for and len(shape) == 2 else [None]
+        choose = _own_kind if kind_for and tensor.endswith(".router") else kind_for
+        kinds = [choose(source) for source, _ in own] if choose and len(shape) == 2 else [None]
         known = [kind for kind in kinds if kind is not None]
         if len(known) == len(kinds):
             packed[tensor] = _packed_tensor(own, known)
@@ -440,12 +463,19 @@ def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, kind_for: KindFor 
     return weights
 
 
+def _own_kind(source: Source) -> str | None:
+    """A router stays as it is: it is small, and rounding it would choose other experts."""
+    return source.kind
+
+
 def _plain_tensor(parts: Sequence[Part], tensor: Tensor) -> Tensor:
     for source, slot in parts:
         target = tensor[slot.start : slot.start + slot.shape[0]]
         source.fill(target)
         if not target.sum().isfinite():
             raise CheckpointError(f"{source.where} holds numbers that are not finite: the file is broken")
+        if slot.added:
+            target += slot.added
         if slot.interleaved_heads:
             target.copy_(_halves_apart(target, slot.interleaved_heads))
     return tensor

@@ -8,12 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forerun.attention import AttentionBackend, KVShape, Segment, lay_out
+from forerun.attention import AttentionBackend, Segment, lay_out
 from forerun.attention.native import NativeAttention
 from forerun.attention.reference import ReferenceAttention
 from forerun.kernels import native
-from forerun.models.config import DecoderConfig
-from forerun.models.decoder import Attend, Decoder, DecoderOutput, Tap
+from forerun.models.decoder import Attend, Decoder, DecoderOutput, Tap, attention_spec
 
 
 class Model(Protocol):
@@ -27,10 +26,6 @@ class Model(Protocol):
     ) -> DecoderOutput: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
-
-
-def kv_shape(config: DecoderConfig, block_size: int) -> KVShape:
-    return KVShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size)
 
 
 class PagedModel:
@@ -51,8 +46,7 @@ class PagedModel:
     def over(cls, model: Decoder, memory: Tensor, kv_dtype: torch.dtype, block_size: int) -> PagedModel:
         """With the fastest backend there is, over `memory`: the pool of all groups, uint8 [bytes]."""
         backend = NativeAttention if native.available() else ReferenceAttention
-        shape = kv_shape(model.config, block_size)
-        return cls(model, backend(shape, model.config.num_heads, memory, kv_dtype), block_size)
+        return cls(model, backend(attention_spec(model.config, block_size), memory, kv_dtype), block_size)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], taps: Sequence[Tap] = ()) -> DecoderOutput:

@@ -74,19 +74,28 @@ void score(const AttentionPiece& piece, std::int64_t first) {
   }
 }
 
-// Scores to weights, with their largest and their sum.
+// Scores to weights, with their largest and their sum, over the vectors that hold the keys seen.
 void softmax(const AttentionPiece& piece, std::int64_t query) {
   float* scores = piece.scores + query * score_stride;
-  int visible = piece.visible[query];
-  constexpr float lowest = -__builtin_inff();
-  int last = (visible - 1) / lanes * lanes;  // the vector that holds the last key
-  Vector best = first(load(scores + last), visible - last, lowest);
-  for (int i = 0; i < last; i += lanes) best = larger(best, load(scores + i));
+  int from = piece.from[query], to = piece.to[query];
+  int start = from / lanes * lanes;
+  auto seen = [&](const Vector& a, int i, float rest) {
+    Vector result = to - i < lanes ? first(a, to - i, rest) : a;
+    return from > i ? last(result, lanes - (from - i), rest) : result;
+  };
+  Vector best = all(-__builtin_inff());
+  for (int i = start; i < to; i += lanes) {
+    Vector score = load(scores + i);
+    if (piece.softcap > 0) {
+      score = multiply(hyperbolic_tangent(divide(score, all(piece.softcap))), all(piece.softcap));
+      store(scores + i, score);
+    }
+    best = larger(best, seen(score, i, -__builtin_inff()));
+  }
   float maximum = largest(best);
   Vector total = all(0.0f);
-  for (int i = 0; i <= last; i += lanes) {
-    Vector weight = exponential(subtract(load(scores + i), all(maximum)));
-    if (i == last) weight = first(weight, visible - last, 0.0f);
+  for (int i = start; i < to; i += lanes) {
+    Vector weight = seen(exponential(subtract(load(scores + i), all(maximum))), i, 0.0f);
     store(scores + i, weight);
     total = add(total, weight);
   }
@@ -153,23 +162,27 @@ void add_values(const AttentionPiece& piece, std::int64_t first, int from, int t
   }
 }
 
-// Queries side by side go together as far as all of them see; the rest of each is added by itself: what a query does
-// not see must not touch it, not even times zero.
+// Queries side by side go together over the keys that all of them see; what else each sees is added by itself, keys in
+// order all the same: what a query does not see must not touch it, not even times zero.
 template <class Element, int rows>
 void attend_queries(const AttentionPiece& piece, std::int64_t first) {
-  int common = split_keys;
+  int from = 0, to = split_keys;
   for (std::int64_t query = first; query < first + rows; ++query) {
-    common = piece.visible[query] < common ? piece.visible[query] : common;
+    from = piece.from[query] > from ? piece.from[query] : from;
+    to = piece.to[query] < to ? piece.to[query] : to;
   }
+  if (from >= to) from = to = 0;  // no key in common: each by itself
   score<Element, rows>(piece, first);
   for (std::int64_t query = first; query < first + rows; ++query) {
-    if (!piece.visible[query]) continue;
+    if (piece.from[query] >= piece.to[query]) continue;
     softmax(piece, query);
     for (std::int64_t d = 0; d < piece.dim; ++d) piece.out[query * piece.dim + d] = 0;
+    if (piece.from[query] < from) add_values<Element, 1>(piece, query, piece.from[query], from);
   }
-  if (common > 0) add_values<Element, rows>(piece, first, 0, common);
+  if (from < to) add_values<Element, rows>(piece, first, from, to);
   for (std::int64_t query = first; query < first + rows; ++query) {
-    if (piece.visible[query] > common) add_values<Element, 1>(piece, query, common, piece.visible[query]);
+    int start = piece.from[query] > to ? piece.from[query] : to;
+    if (start < piece.to[query]) add_values<Element, 1>(piece, query, start, piece.to[query]);
   }
 }
 

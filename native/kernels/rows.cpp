@@ -37,11 +37,21 @@ void rms_norm(const float* x, const float* weight, float eps, std::int64_t n, fl
   });
 }
 
-void silu_mul(const float* gate, const float* up, std::int64_t n, float* out) {
+// What the sigmoid of a gate is taken of.
+FORERUN_INLINE Vector silu_slope(const Vector& gate) { return gate; }
+
+// GELU by tanh: gate (1 + tanh(z / 2)) / 2 = gate * sigmoid(z), z = sqrt(8 / pi) (gate + 0.044715 gate^3).
+FORERUN_INLINE Vector gelu_slope(const Vector& gate) {
+  Vector factor = fused(multiply(gate, gate), all(0.044715f), all(1.0f));
+  return multiply(multiply(gate, all(1.5957691216f)), factor);
+}
+
+template <Vector (*slope)(const Vector&)>
+void gated(const float* gate, const float* up, std::int64_t n, float* out) {
   for_each_vector(n, [&](std::int64_t i, int count) {
     Vector g = take(gate + i, count);
-    Vector silu = divide(g, add(all(1.0f), exponential(subtract(all(0.0f), g))));
-    put(out + i, multiply(silu, take(up + i, count)), count);
+    Vector active = divide(g, add(all(1.0f), exponential(subtract(all(0.0f), slope(g)))));
+    put(out + i, multiply(active, take(up + i, count)), count);
   });
 }
 
@@ -54,8 +64,10 @@ void rope(float* x, const float* cos, const float* sin, std::int64_t half) {
   });
 }
 
-void add_row(const float* x, std::int64_t n, float* to) {
-  for_each_vector(n, [&](std::int64_t i, int count) { put(to + i, add(take(to + i, count), take(x + i, count)), count); });
+void add_row(const float* x, float scale, std::int64_t n, float* to) {
+  for_each_vector(n, [&](std::int64_t i, int count) {
+    put(to + i, add(take(to + i, count), multiply(take(x + i, count), all(scale))), count);
+  });
 }
 
 void exponential_row(const float* x, std::int64_t n, float* out) {
@@ -64,6 +76,6 @@ void exponential_row(const float* x, std::int64_t n, float* out) {
 
 }  // namespace
 
-extern const RowKernels row_kernels = {rms_norm, silu_mul, rope, add_row, exponential_row};
+extern const RowKernels row_kernels = {rms_norm, {gated<silu_slope>, gated<gelu_slope>}, rope, add_row, exponential_row};
 
 }  // namespace forerun::FORERUN_ISA

@@ -85,6 +85,9 @@ FORERUN_INLINE Vector smaller(const Vector& a, const Vector& b) {
 FORERUN_INLINE Vector first(const Vector& a, int count, float rest) {  // the other lanes are `rest`
   return vector_of([&](int i) { return i < count ? a.lane[i] : rest; });
 }
+FORERUN_INLINE Vector last(const Vector& a, int count, float rest) {
+  return vector_of([&](int i) { return i < lanes - count ? rest : a.lane[i]; });
+}
 FORERUN_INLINE Vector shifted_exponent(const Vector& a, std::int32_t bias) {  // (bits + bias) << 23
   return vector_of([&](int i) {
     std::uint32_t bits;
@@ -192,6 +195,12 @@ FORERUN_INLINE Vector first(const Vector& a, int count, float rest) {  // the ot
   return {_mm256_blendv_ps(other, a.low, _mm256_castsi256_ps(mask.low)),
           _mm256_blendv_ps(other, a.high, _mm256_castsi256_ps(mask.high))};
 }
+FORERUN_INLINE Vector last(const Vector& a, int count, float rest) {
+  Mask mask = mask_of(lanes - count);
+  __m256 other = _mm256_set1_ps(rest);
+  return {_mm256_blendv_ps(a.low, other, _mm256_castsi256_ps(mask.low)),
+          _mm256_blendv_ps(a.high, other, _mm256_castsi256_ps(mask.high))};
+}
 FORERUN_INLINE __m256 shifted_exponent(__m256 a, std::int32_t bias) {
   __m256i bits = _mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(bias));
   return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
@@ -228,6 +237,9 @@ FORERUN_INLINE Vector smaller(Vector a, Vector b) { return _mm512_min_ps(a, b); 
 FORERUN_INLINE Vector first(Vector a, int count, float rest) {  // the other lanes are `rest`
   return _mm512_mask_mov_ps(_mm512_set1_ps(rest), mask_of(count), a);
 }
+FORERUN_INLINE Vector last(const Vector& a, int count, float rest) {
+  return _mm512_mask_mov_ps(a, mask_of(lanes - count), _mm512_set1_ps(rest));
+}
 FORERUN_INLINE Vector shifted_exponent(Vector a, std::int32_t bias) {  // (bits + bias) << 23
   __m512i bits = _mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(bias));
   return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
@@ -258,6 +270,11 @@ FORERUN_INLINE Vector exponential(const Vector& value) {
   p = fused(p, r, all(1.0f));
   p = fused(p, r, all(1.0f));
   return multiply(add(p, p), shifted_exponent(shifted, 126));  // 2^(n - 1), which may be 0
+}
+
+// To 2e-7, absolute.
+FORERUN_INLINE Vector hyperbolic_tangent(const Vector& x) {
+  return subtract(all(1.0f), divide(all(2.0f), add(all(1.0f), exponential(add(x, x)))));
 }
 
 }  // namespace

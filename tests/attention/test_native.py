@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.attention import KVShape, QueryTile, StepLayout
+from forerun.attention import AttentionSpec, KVShape, QueryTile, StepLayout
 from forerun.attention.native import NativeAttention
 from forerun.kernels import native
 
@@ -34,13 +33,17 @@ class Sizes:
     dim: int = 16
     block: int = 16
     dtype: torch.dtype = torch.float32
+    window: int | None = None
+    softcap: float | None = None
+
+    def spec(self) -> AttentionSpec:
+        shape = KVShape(num_layers=2, num_kv_heads=self.kv_heads, head_dim=self.dim, block_size=self.block)
+        return AttentionSpec(shape, self.heads, self.dim**-0.5, self.softcap, (None, self.window))
 
     def backend(self, num_keys: int = 1024) -> NativeAttention:
-        shape = KVShape(num_layers=2, num_kv_heads=self.kv_heads, head_dim=self.dim, block_size=self.block)
-        pool = torch.full(
-            (-(-num_keys // self.block) * shape.block_bytes(self.dtype.itemsize),), 255, dtype=torch.uint8
-        )
-        return NativeAttention(shape, self.heads, pool, self.dtype)  # all NaN: what nobody wrote, nobody may read
+        num_bytes = -(-num_keys // self.block) * self.spec().shape.block_bytes(self.dtype.itemsize)
+        pool = torch.full((num_bytes,), 255, dtype=torch.uint8)
+        return NativeAttention(self.spec(), pool, self.dtype)  # all NaN: what nobody wrote, nobody may read
 
     def qkv(self, length: int) -> Tensor:
         """[length, heads + 2 kv_heads, D], as a layer hands it over"""
@@ -54,8 +57,13 @@ class Sizes:
         """Causal attention in float64, on keys and values as the cache rounds them."""
         query, key, value = self.parts(qkv)
         key, value = key.to(self.dtype), value.to(self.dtype)
-        inputs = (t.double().transpose(0, 1) for t in (query, key, value))
-        return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True).transpose(0, 1).float()
+        key, value = (t.double().repeat_interleave(self.heads // self.kv_heads, 1) for t in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query.double(), key) * self.dim**-0.5
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        distance = torch.arange(len(query)).unsqueeze(1) - torch.arange(len(query))
+        hidden = (distance < 0) | (distance >= (self.window or len(query)))
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value).float()
 
 
 def run(
@@ -91,6 +99,13 @@ SIZES = [
     Sizes(dtype=torch.bfloat16),
     Sizes(heads=3, kv_heads=1, dim=24, block=5, dtype=torch.bfloat16),
     Sizes(heads=9, kv_heads=3, dim=64, dtype=torch.bfloat16),
+    Sizes(window=1),
+    Sizes(window=5, heads=4, kv_heads=1, dim=256),
+    Sizes(window=100, heads=9, kv_heads=3, dim=64),
+    Sizes(window=128, heads=3, kv_heads=1, dim=24, block=5, dtype=torch.bfloat16),
+    Sizes(window=129, softcap=1.5),
+    Sizes(window=200, softcap=4.0, heads=2, kv_heads=1, dim=6),
+    Sizes(softcap=1.0, heads=4, kv_heads=4, dim=128),
 ]
 
 
@@ -123,9 +138,10 @@ def one_row(sizes: Sizes, attention: NativeAttention, qkv: Tensor, table: list[i
     return run(attention, sizes, qkv, table, length - 1, length)
 
 
-@pytest.mark.parametrize("length", [1, 2, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT, 8000])
-def test_one_row_after_many_keys(length: int) -> None:
-    sizes = Sizes(heads=2, kv_heads=1, dim=64)
+@pytest.mark.parametrize("window", [None, 1, SPLIT, 1000])
+@pytest.mark.parametrize("length", [1, 2, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT, 4000])
+def test_one_row_after_many_keys(length: int, window: int | None) -> None:
+    sizes = Sizes(heads=2, kv_heads=1, dim=64, window=window)
     qkv = sizes.qkv(length)
     table = shuffled(sizes, length)
     results = []
@@ -175,7 +191,10 @@ def test_a_step_of_many_requests_has_the_bits_of_each_alone() -> None:
         assert torch.equal(got, torch.cat(expected))
 
 
-@pytest.mark.parametrize("sizes", [Sizes(), Sizes(dim=24, block=5, dtype=torch.bfloat16)], ids=str)
+TREES = [Sizes(), Sizes(dim=24, block=5, dtype=torch.bfloat16), Sizes(window=7), Sizes(window=130, softcap=2.0)]
+
+
+@pytest.mark.parametrize("sizes", TREES, ids=str)
 @pytest.mark.parametrize("context", [3, 40, 120, 256, 300])
 def test_paths_of_a_tree_have_the_bits_of_chains(sizes: Sizes, context: int) -> None:
     """Three branches of 20 nodes, interleaved in the cache; some cross the border of a split."""
@@ -242,6 +261,20 @@ def test_a_row_does_not_see_what_is_not_finite_after_it() -> None:
     assert got[150:].isnan().all()
 
 
+@pytest.mark.parametrize("window", [1, 20, 129, 150])
+def test_a_row_does_not_see_what_is_not_finite_before_its_window(window: int) -> None:
+    """Within its first split and in those before it; so blocks that no window reaches may hold anything."""
+    sizes = Sizes(window=window)
+    qkv, table = sizes.qkv(300), shuffled(sizes, 1024)
+    expected = run(sizes.backend(), sizes, qkv, table, 0, 300)
+    qkv[:100] = float("nan")
+    for isa, tile in itertools.product(ISAS, (16, 3)):
+        with native.use(isa=isa):
+            got = run(sizes.backend(), sizes, qkv, table, 0, 300, tile)
+        assert torch.equal(got[99 + window :], expected[99 + window :])
+        assert got[98 + window].isnan().all()
+
+
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])
 def test_scores_of_any_size(scale: float) -> None:
     sizes = Sizes()
@@ -253,7 +286,7 @@ def test_scores_of_any_size(scale: float) -> None:
 
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match="float32 or bfloat16"):
-        NativeAttention(KVShape(1, 1, 8), 1, torch.zeros(1 << 12, dtype=torch.uint8), torch.float16)
+        NativeAttention(Sizes().spec(), torch.zeros(1 << 12, dtype=torch.uint8), torch.float16)
 
 
 def test_no_rows_give_no_rows() -> None:

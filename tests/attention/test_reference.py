@@ -9,23 +9,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forerun.attention import AttentionBackend, KVShape, QueryTile, StepLayout
+from forerun.attention import AttentionBackend, AttentionSpec, KVShape, QueryTile, StepLayout
 from forerun.attention.native import NativeAttention
 from forerun.attention.reference import KEY_TILE, ReferenceAttention
 from forerun.kernels import native
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 
-MakeBackend = Callable[[], AttentionBackend]
+MakeBackend = Callable[..., AttentionBackend]
 BACKENDS = [ReferenceAttention, *([NativeAttention] if native.available() else [])]
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> MakeBackend:
-    def make() -> AttentionBackend:
+    def make(window: int | None = None, softcap: float | None = None, scale: float = DIM**-0.5) -> AttentionBackend:
+        """Of two layers; the window is the second's."""
         shape = KVShape(num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=BLOCK)
+        spec = AttentionSpec(shape, HEADS, scale, softcap, (None, window))
         pool = torch.zeros(80 * shape.block_bytes(4), dtype=torch.uint8)
-        made: AttentionBackend = request.param(shape, HEADS, pool, torch.float32)
+        made: AttentionBackend = request.param(spec, pool, torch.float32)
         return made
 
     return make
@@ -70,29 +72,65 @@ def test_equals_torch_attention(backend: MakeBackend, length: int) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def windowed(
+    qkv: tuple[torch.Tensor, ...], window: int | None, softcap: float | None, scale: float = DIM**-0.5
+) -> torch.Tensor:
+    """Attention in float64, written down as it is defined."""
+    query, key, value = (t.double() for t in qkv)
+    key, value = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(len(query)).unsqueeze(1) - torch.arange(len(query))
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or len(query))), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).float()
+
+
+WINDOWS = [1, 2, 100, 127, 128, 129, 256, 300, 599, 600, 10_000]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_hides_what_lies_before_it(backend: MakeBackend, window: int) -> None:
+    torch.manual_seed(window)
+    qkv = random_qkv(600)
+    got = step(backend(window), qkv, torch.randperm(80)[:38].tolist(), 0, 600)
+    torch.testing.assert_close(got, windowed(qkv, window, None), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_scores_are_scaled_and_capped(backend: MakeBackend, window: int | None) -> None:
+    qkv = random_qkv(300)
+    got = step(backend(window, 1.5, 0.7), qkv, list(range(20)), 0, 300)
+    torch.testing.assert_close(got, windowed(qkv, window, 1.5, 0.7), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(got, windowed(qkv, window, None, 0.7), atol=0.1), "the cap must matter"
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 200, 300])
 @pytest.mark.parametrize("chunks", [[600], [1] * 30 + [570], [7, 256, 1, 300, 36], [599, 1], [300, 300]])
-def test_rows_do_not_depend_on_chunks(backend: MakeBackend, chunks: list[int]) -> None:
+def test_rows_do_not_depend_on_chunks(backend: MakeBackend, chunks: list[int], window: int | None) -> None:
     torch.manual_seed(3)
     qkv = random_qkv(600)
-    whole = step(backend(), qkv, list(range(38)), 0, 600)
-    attention, pieces = backend(), []
+    softcap = 3.0 if window == 200 else None
+    whole = step(backend(window, softcap), qkv, list(range(38)), 0, 600)
+    attention, pieces = backend(window, softcap), []
     for start, stop in itertools.pairwise([0, *itertools.accumulate(chunks)]):
         pieces.append(step(attention, qkv, list(range(70, 32, -1)), start, stop))
     assert torch.equal(torch.cat(pieces), whole)
 
 
-def test_path_of_a_tree_has_the_bits_of_a_chain(backend: MakeBackend) -> None:
+@pytest.mark.parametrize("window", [None, 1, 2, 30, 41])
+def test_path_of_a_tree_has_the_bits_of_a_chain(backend: MakeBackend, window: int | None) -> None:
     """Two branches after 40 tokens, nodes interleaved in the cache; each equals the chain of its own path."""
     torch.manual_seed(4)
     context = random_qkv(40)
     branches = [random_qkv(3), random_qkv(3)]
     expected = []
     for branch in branches:
-        attention = backend()
+        attention = backend(window)
         both = tuple(torch.cat([c, b]) for c, b in zip(context, branch, strict=True))
         step(attention, both, list(range(3)), 0, 40)
         expected.append(step(attention, both, list(range(3)), 40, 43))
-    attention, table = backend(), [5, 2, 9, 7]
+    attention, table = backend(window), [5, 2, 9, 7]
     step(attention, context, table, 0, 40)
     mixed = tuple(torch.stack(pair, 1).flatten(0, 1) for pair in zip(*branches, strict=True))  # a0 b0 a1 b1 a2 b2
     slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(40, 46)]

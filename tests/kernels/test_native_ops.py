@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the CPU extensio
 ISAS = native.isas() if native.available() else []
 KINDS = [("q8_0",), ("bf16",), ("q8_0", "bf16")]
 EPS = 1e-5
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @pytest.fixture(autouse=True)
@@ -135,40 +136,100 @@ def test_norm_linear(n: int, k: int, kinds: tuple[str, ...]) -> None:
     assert_rows_exact(lambda rows: fused.norm_linear(rows, weight, EPS, linear), x)
 
 
+def test_norm_linear_without_a_norm_is_the_product() -> None:
+    for kinds in KINDS:
+        x, linear = torch.randn(20, 100), packed(75, 100, kinds)
+        assert torch.equal(fused.norm_linear(x, None, EPS, linear), linear(x))
+
+
+def merges(width: int) -> dict[str, fused.Merge]:
+    return {
+        "add": fused.ADD,
+        "scaled": fused.Merge(scale=0.3),
+        "normed": fused.Merge(torch.randn(width), EPS),
+        "both": fused.Merge(torch.randn(width), EPS, 0.3),
+    }
+
+
+@pytest.mark.parametrize("merge", merges(1))
 @pytest.mark.parametrize("kinds", KINDS, ids="+".join)
-def test_linear_add(kinds: tuple[str, ...]) -> None:
+def test_linear_add(kinds: tuple[str, ...], merge: str) -> None:
     k, n = 100, 75
-    both, linear = torch.randn(70, k + n), packed(n, k, kinds)
+    both, linear, how = torch.randn(70, k + n), packed(n, k, kinds), merges(n)[merge]
 
     def add(rows: Tensor) -> Tensor:  # a row holds its x and its residual
         rows = rows.clone()
-        fused.linear_add(rows[:, :k], linear, rows[:, k:])
+        fused.linear_add(rows[:, :k], linear, rows[:, k:], how)
         return rows[:, k:]
 
-    assert torch.equal(add(both), both[:, k:] + linear(both[:, :k].contiguous()))
+    expected = both[:, k:].clone()
+    how(linear(both[:, :k].contiguous()), expected)
+    assert torch.equal(add(both), expected)
     assert_rows_exact(add, both)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("kinds", KINDS, ids="+".join)
 @pytest.mark.parametrize(("hidden", "middle"), [(64, 96), (100, 72), (576, 160)])
-def test_mlp(hidden: int, middle: int, kinds: tuple[str, ...]) -> None:
+def test_mlp(hidden: int, middle: int, kinds: tuple[str, ...], activation: str) -> None:
     gate_up, down = packed(2 * middle, hidden, kinds), packed(hidden, middle, kinds, bias=False)
     x, weight = torch.randn(70, hidden), torch.randn(hidden)
+    mlp = changed(lambda rows: fused.Mlp(gate_up, down, activation).add(rows, weight, EPS, rows))
+    inner = reference.gated(fused.norm_linear(x, weight, EPS, gate_up), activation)
+    # one step of an int8 activation, where the activation's last bit decides how it rounds
+    torch.testing.assert_close(mlp(x), x + twin(inner, down), rtol=1e-3, atol=2e-2)
+    assert (mlp(x) - x - twin(inner, down)).abs().mean() < 1e-4
+    assert_rows_exact(mlp, x)
 
-    def mlp(rows: Tensor) -> None:
-        fused.mlp(rows, weight, EPS, gate_up, down)
 
-    inner = reference.silu_mul(fused.norm_linear(x, weight, EPS, gate_up))
-    # one step of an int8 activation, where silu's last bit decides how it rounds
-    torch.testing.assert_close(changed(mlp)(x), x + twin(inner, down), rtol=1e-3, atol=2e-2)
-    assert (changed(mlp)(x) - x - twin(inner, down)).abs().mean() < 1e-4
-    assert_rows_exact(changed(mlp), x)
+@pytest.mark.parametrize("merge", merges(1))
+@pytest.mark.parametrize("normed", [True, False])
+def test_mlp_merged_into_other_rows(merge: str, normed: bool) -> None:
+    """bf16 products round no activation, so that the twin is near."""
+    hidden, middle = 100, 72
+    linears = packed(2 * middle, hidden, ("bf16",)), packed(hidden, middle, ("bf16",))
+    weight = torch.randn(hidden) if normed else None
+    rows, how = torch.randn(70, 2 * hidden), merges(hidden)[merge]
+
+    def add(rows: Tensor, parts: tuple[fused.Linear, ...] = linears) -> Tensor:
+        rows = rows.clone()
+        fused.Mlp(*parts, "gelu_tanh").add(rows[:, :hidden], weight, EPS, rows[:, hidden:], how)
+        return rows
+
+    plain = tuple(fused.PlainLinear(linear.weights[0].dequantize(), linear.bias) for linear in linears)
+    torch.testing.assert_close(add(rows), add(rows, plain), rtol=1e-4, atol=1e-4)
+    assert torch.equal(add(rows)[:, :hidden], rows[:, :hidden])
+    assert_rows_exact(add, rows)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("kinds", KINDS, ids="+".join)
+def test_experts(kinds: tuple[str, ...], normalize: bool) -> None:
+    hidden, middle = 64, 32
+    x, weight, router = torch.randn(40, hidden), torch.randn(hidden), torch.randn(6, hidden)
+    mlps = [
+        fused.Mlp(packed(2 * middle, hidden, kinds, bias=False), packed(hidden, middle, kinds, bias=False))
+        for _ in range(6)
+    ]
+    experts = fused.Experts(fused.PlainLinear(router), mlps, 2, normalize)
+    add = changed(lambda rows: experts.add(rows, weight, EPS, rows, fused.Merge(scale=0.5)))
+    expected = x.clone()
+    normed = fused.rms_norm(x, weight, EPS)
+    for row, scores in enumerate((normed @ router.T).softmax(-1)):
+        best = scores.topk(2)
+        weights = best.values / (best.values.sum() if normalize else 1)
+        for share, expert in zip(weights, best.indices.tolist(), strict=True):
+            made = torch.zeros(1, hidden)
+            mlps[expert].add(normed[row : row + 1], None, EPS, made)
+            expected[row] += 0.5 * share * made[0]
+    torch.testing.assert_close(add(x), expected, rtol=1e-4, atol=1e-4)
+    assert_rows_exact(add, x)
 
 
 def test_mlp_of_more_rows_than_it_takes_at_once() -> None:
     gate_up, down = packed(96, 64), packed(64, 48)
     x, weight = torch.randn(300, 64), torch.randn(64)
-    mlp = changed(lambda rows: fused.mlp(rows, weight, EPS, gate_up, down))
+    mlp = changed(lambda rows: fused.Mlp(gate_up, down).add(rows, weight, EPS, rows))
     pieces = torch.cat([mlp(part) for part in x.split(70)])
     assert torch.equal(mlp(x), pieces)
 
@@ -177,32 +238,35 @@ def test_mlp_with_one_packed_matrix() -> None:
     x, weight = torch.randn(9, 64), torch.randn(64)
     gate_up, down = packed(96, 64, ("bf16",)), packed(64, 48, ("bf16",))
     plain = fused.PlainLinear(down.weights[0].dequantize(), down.bias)
-    got = changed(lambda rows: fused.mlp(rows, weight, EPS, gate_up, plain))(x)
-    torch.testing.assert_close(got, changed(lambda rows: fused.mlp(rows, weight, EPS, gate_up, down))(x))
+    got = changed(lambda rows: fused.Mlp(gate_up, plain).add(rows, weight, EPS, rows))(x)
+    torch.testing.assert_close(got, changed(lambda rows: fused.Mlp(gate_up, down).add(rows, weight, EPS, rows))(x))
 
 
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("dim", [8, 24, 64, 80, 128])
-def test_rope_qk(dim: int, norms: bool) -> None:
+@pytest.mark.parametrize("norms", [None, "head", "row"])
+@pytest.mark.parametrize(("dim", "turned"), [(8, 8), (24, 24), (64, 32), (80, 80), (128, 96), (24, 2)])
+def test_rope_qk(dim: int, turned: int, norms: str | None) -> None:
     heads, kv_heads = 6, 2
-    angles = torch.randn(70, dim // 2) * 3
+    angles = torch.randn(70, turned // 2) * 3
     tables = torch.cat([angles.cos(), angles.sin()], 1)
     rows = torch.cat([torch.randn(70, (heads + 2 * kv_heads) * dim), tables], 1)
-    weights = (torch.randn(dim), torch.randn(dim), EPS) if norms else ()
+    sizes = (dim, dim) if norms == "head" else (heads * dim, kv_heads * dim)
+    weights = (*map(torch.randn, sizes), EPS) if norms else ()
 
     def rope(rows: Tensor) -> Tensor:
-        qkv = rows[:, :-dim].clone()
-        cos, sin = rows[:, -dim:].chunk(2, 1)
+        qkv = rows[:, :-turned].clone()
+        cos, sin = rows[:, -turned:].chunk(2, 1)
         fused.rope_qk(qkv, cos.contiguous(), sin.contiguous(), heads, kv_heads, *weights)
         return qkv
 
     def plain(rows: Tensor) -> Tensor:
-        qkv = rows[:, :-dim].double()
-        cos, sin = rows[:, -dim:].double().chunk(2, 1)
+        qkv = rows[:, :-turned].double()
+        cos, sin = rows[:, -turned:].double().chunk(2, 1)
         fused.rope_qk(qkv, cos, sin, heads, kv_heads, *weights)  # double: the twin
         return qkv.float()
 
     torch.testing.assert_close(rope(rows), plain(rows), rtol=1e-5, atol=1e-5)
+    untouched = rope(rows).view(70, -1, dim)[:, heads + kv_heads :]
+    assert torch.equal(untouched, rows[:, :-turned].reshape(70, -1, dim)[:, heads + kv_heads :])
     assert_rows_exact(rope, rows)
 
 
@@ -228,13 +292,13 @@ def test_no_rows_give_no_rows() -> None:
     assert fused.norm_linear(nothing, weight, EPS, linear).shape == (0, 64)
     assert fused.rms_norm(nothing, weight, EPS).shape == (0, 64)
     fused.linear_add(nothing, linear, torch.empty(0, 64))
-    fused.mlp(nothing, weight, EPS, packed(128, 64), linear)
+    fused.Mlp(packed(128, 64), linear).add(nothing, weight, EPS, nothing)
 
 
 def test_a_row_that_is_not_finite_stays_by_itself(isa: str) -> None:
     gate_up, down = packed(96, 64), packed(64, 48)
     x, weight = torch.randn(9, 64), torch.randn(64)
-    mlp = changed(lambda rows: fused.mlp(rows, weight, EPS, gate_up, down))
+    mlp = changed(lambda rows: fused.Mlp(gate_up, down).add(rows, weight, EPS, rows))
     expected = mlp(x)
     x[4, 10] = float("nan")
     got = mlp(x)

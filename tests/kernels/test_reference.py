@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels import check_row_exactness, linear, rms_norm, rope, silu_mul
+from forerun.kernels import check_row_exactness, gated, linear, rms_norm, rope
+from forerun.kernels.reference import route, soft_cap
 
 SHAPES = [(576, 1536), (64, 96), (96, 64), (100, 31), (1536, 576), (896, 1024)]
 
@@ -41,10 +42,15 @@ def test_linear(inner: int, outer: int) -> None:
 @pytest.mark.parametrize("width", [64, 96, 100, 31, 1536])
 def test_elementwise(width: int) -> None:
     x, weight = torch.randn(40, 2 * width), torch.randn(2 * width)
-    assert_rows_exact(silu_mul, x)
+    for activation in ("silu", "gelu_tanh"):
+        assert_rows_exact(lambda rows, activation=activation: gated(rows, activation), x)
+    assert_rows_exact(lambda rows: soft_cap(rows, 1.7), x)
+    for normalize in (True, False):
+        assert_rows_exact(lambda rows, normalize=normalize: route(rows, 3, normalize)[1], x)
     assert_rows_exact(lambda rows: rms_norm(rows, weight, 1e-5), x)
     gate, up = x.chunk(2, -1)
-    torch.testing.assert_close(silu_mul(x), F.silu(gate) * up)
+    torch.testing.assert_close(gated(x, "silu"), F.silu(gate) * up)
+    torch.testing.assert_close(gated(x, "gelu_tanh"), F.gelu(gate, approximate="tanh") * up, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (2 * width,), weight, 1e-5))
 
 
@@ -56,9 +62,19 @@ def test_rope_rotates_halves() -> None:
     torch.testing.assert_close(turned, torch.cat([expected.real, expected.imag], -1))
 
 
-def test_silu_of_large_values_is_finite() -> None:
-    x = torch.tensor([[-200.0, 200.0, 0.0, 1.0, 1.0, 1.0]])
-    assert silu_mul(x).tolist() == [[0.0, 200.0, 0.0]]
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activations_of_large_values_are_finite(activation: str) -> None:
+    x = torch.tensor([[-200.0, 200.0, 0.0, -1e30, 1.0, 1.0, 1.0, 1.0]])
+    assert gated(x, activation).tolist() == [[0.0, 200.0, 0.0, 0.0]]
+
+
+def test_routes_go_to_the_best_experts_the_first_among_equals() -> None:
+    scores = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    indices, weights = route(scores, 2, normalize=True)
+    assert indices.tolist() == [[1, 2], [0, 1]]
+    assert weights.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    _, weights = route(scores, 2, normalize=False)
+    torch.testing.assert_close(weights, scores.softmax(-1).sort(descending=True).values[:, :2])
 
 
 def test_the_start_up_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.errors import CheckpointError
-from forerun.models.config import DecoderConfig, RopeConfig
+from forerun.models.config import DecoderConfig, MoeConfig, RopeConfig
 from forerun.models.families import FAMILIES, family_of
 from forerun.models.families.base import Values, hf_rope
 from forerun.models.layers import inverse_frequencies
@@ -39,10 +39,23 @@ def test_sizes_are_those_of_smollm2_135m() -> None:
     assert config.kv_bytes_per_token(4) == 2 * 30 * 3 * 64 * 4
 
 
-@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "qkv_bias": True, "mlp_bias": True}])
+MOE = MoeConfig(num_experts=5, experts_per_token=2, intermediate_size=64, dense_layers=frozenset({0, 7}))
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": False, "qkv_bias": True, "mlp_bias": True},
+    {"qk_norm": "row", "pre_norms": False, "post_norms": True},
+    {"qk_norm": "head", "post_norms": True, "moe": MOE},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_s_tensors_fill_ours_exactly(family: str, options: dict[str, Any]) -> None:
-    config = DecoderConfig(**SIZES | options | {"family": family, "qk_norm": family == "qwen3"})
+    if family not in ("gemma2", "gemma3_text", "gemma3", "olmo2"):  # they have no names for these
+        options = {key: value for key, value in options.items() if key != "post_norms"}
+    if FAMILIES[family].fused == {}:  # they have no biases, and their parts no names
+        options = {key: value for key, value in options.items() if not key.endswith("bias") and key != "moe"}
+    config = DecoderConfig(**SIZES | options | {"family": family})
     shapes = config.weight_shapes()
     assert config.num_parameters == sum(torch.Size(shape).numel() for shape in shapes.values())
     for slots in (FAMILIES[family].hf_slots(config), FAMILIES[family].gguf_slots(config)):
@@ -63,6 +76,13 @@ def test_a_checkpoint_s_tensors_fill_ours_exactly(family: str, options: dict[str
         {"num_layers": 10**9},
         {"rms_norm_eps": 0.0},
         {"sliding_windows": (None,)},
+        {"sliding_windows": (0,) * 30},
+        {"residual_scale": -1.0},
+        {"logits_softcap": 0.0},
+        {"attention_scale": float("inf")},
+        {"sliding_rope": RopeConfig(dim=66)},
+        {"rope": RopeConfig(dim=7)},
+        {"rope": RopeConfig(type="longrope", original_max_positions=8, frequency_factors=(1.0,) * 32)},
         {"rope": RopeConfig(frequency_factors=(1.0, 2.0))},
     ],
 )
@@ -72,7 +92,9 @@ def test_sizes_that_do_not_fit_together_are_refused(changes: dict[str, Any]) -> 
 
 
 def test_an_unknown_family_is_refused_with_the_list() -> None:
-    with pytest.raises(CheckpointError, match=r"model_type='mamba' is not supported; supported: llama, qwen2, qwen3"):
+    with pytest.raises(
+        CheckpointError, match=r"model_type='mamba' is not supported; supported: llama, mistral, qwen2, "
+    ):
         family_of("mamba", "model_type")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.attention.native import NativeAttention
+from forerun.attention.reference import ReferenceAttention
 from forerun.errors import ConfigError
-from forerun.models.decoder import Decoder
+from forerun.kernels import native
+from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.loading import load_model
 
-from .tiny import FAMILIES, CausalCache, attend_to_self, hf_logits, hf_model, save_hf
+from .tiny import (
+    FAMILIES,
+    FULL,
+    SLIDING,
+    CausalCache,
+    PagedCache,
+    attend_to_self,
+    chunks,
+    hf_logits,
+    hf_model,
+    save_hf,
+)
 
 TOKENS = [5, 17, 3, 80, 41, 41, 9, 63, 2, 11, 90, 33, 7, 7, 54, 28, 70]
 TOLERANCE = 1e-4  # float32 sums in another order, relative to the largest logit; measured 1e-6
@@ -47,12 +62,44 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen3-llama3": ("qwen3", {"rope_parameters": LLAMA3}),
+    "qwen2-upper-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3-listed-windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": [FULL, SLIDING, FULL]},
+    ),
+    "mistral": ("mistral", {}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "mistral-window-of-one": ("mistral", {"sliding_window": 1, "head_dim": 32}),
+    "gemma2": ("gemma2", {}),
+    "gemma2-untied-uncapped": (
+        "gemma2",
+        {"tie_word_embeddings": True, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma2-all-full": ("gemma2", {"layer_types": [FULL]}),
+    "gemma2-biases": ("gemma2", {"attention_bias": True}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-tied": ("gemma3_text", {"tie_word_embeddings": True}),
+    "gemma3-capped": ("gemma3_text", {"final_logit_softcapping": 2.0}),
+    "gemma3-default-layers": ("gemma3_text", {"layer_types": None, "num_hidden_layers": 7}),
+    "phi3": ("phi3", {}),
+    "phi3-whole-heads": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "olmo2-one-kv-head": ("olmo2", {"num_key_value_heads": 1}),
+    "granite": ("granite", {}),
+    "granite-tied-biases": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-unnormalised": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+    "qwen3-moe-some-dense": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 1}),
+    "qwen3-moe-every-other": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "qwen3-moe-windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9}),
+    "qwen3-moe-all-chosen": ("qwen3_moe", {"num_experts_per_tok": 6}),
 }
 
 
 def logits_of(decoder: Decoder, token_ids: list[int]) -> Tensor:
     positions = list(range(len(token_ids)))
-    attend = CausalCache().at(positions)
+    attend = CausalCache(attention_spec(decoder.config)).at(positions)
     output = decoder.forward(torch.tensor(token_ids), torch.tensor(positions), attend)
     return decoder.logits(output.hidden)
 
@@ -69,6 +116,25 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     ours = logits_of(load_model(save_hf(model, tmp_path)), tokens)
     assert ours.dtype == torch.float32
     assert relative_difference(ours, hf_logits(model, tokens)) < TOLERANCE
+
+
+BACKENDS = [ReferenceAttention, *([NativeAttention] if native.available() else [])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cached_text_in_chunks_is_that_of_transformers(family: str, backend: Any, tmp_path: Path) -> None:
+    """Through a backend's own windows, caps and scales; chunk by chunk with the bits of one pass."""
+    model = hf_model(family)
+    decoder = load_model(save_hf(model, tmp_path))
+    tokens = (TOKENS * 7)[:110]
+    whole = PagedCache(decoder, backend).logits(tokens)
+    for length in (1, 5, 12, 13, 21, 110):
+        assert relative_difference(whole[:length], hf_logits(model, tokens[:length])) < TOLERANCE
+    for sizes in ([1], [3, 1, 30, 7], [64, 2]):
+        cache = PagedCache(decoder, backend)
+        pieces = [cache.logits(part, start) for part, start in chunks(tokens, itertools.cycle(sizes))]
+        assert torch.equal(torch.cat(pieces), whole)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -92,7 +158,7 @@ def test_a_row_has_the_same_bits_in_any_company(decoder: Decoder) -> None:
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 8, 9, 16])
 def test_a_sequence_has_the_same_bits_in_any_chunks(decoder: Decoder, chunk: int) -> None:
     whole = logits_of(decoder, TOKENS)
-    cache = CausalCache()
+    cache = CausalCache(attention_spec(decoder.config))
     pieces = []
     for start in range(0, len(TOKENS), chunk):
         tokens = TOKENS[start : start + chunk]
@@ -125,7 +191,8 @@ def test_taps_are_the_hidden_states_of_transformers(family: str, tmp_path: Path)
         states = model(torch.tensor([TOKENS]), output_hidden_states=True).hidden_states
     positions = list(range(len(TOKENS)))
     taps = [(0, False), (1, False), (last - 1, False), (last, False), (last, True)]
-    output = decoder.forward(torch.tensor(TOKENS), torch.tensor(positions), CausalCache().at(positions), taps)
+    attend = CausalCache(attention_spec(decoder.config)).at(positions)
+    output = decoder.forward(torch.tensor(TOKENS), torch.tensor(positions), attend, taps)
     assert set(output.taps) == set(taps)
     for j in (0, 1, last - 1):
         assert relative_difference(output.taps[j, False], states[j][0]) < TOLERANCE

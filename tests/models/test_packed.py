@@ -11,47 +11,30 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from forerun.attention import KVShape, QueryTile, StepLayout
 from forerun.attention.native import NativeAttention
 from forerun.errors import ConfigError
 from forerun.kernels import native
-from forerun.kernels.fused import PlainLinear
+from forerun.kernels.fused import Experts, PlainLinear
 from forerun.kernels.packed import PackedLinear, PackedWeight
 from forerun.models.builtin import resolve_model
 from forerun.models.decoder import Decoder
 from forerun.models.loading import load_model
 
 from .test_decoder import TOKENS, TOLERANCE
-from .tiny import FAMILIES, hf_logits, hf_model, quantised, save_hf, write_gguf
+from .tiny import FAMILIES, TIED_ONLY, PagedCache, chunks, hf_logits, hf_model, quantised, save_hf, write_gguf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the CPU extension is not built")
 
-BLOCK = 16
-ROUNDED = 0.05  # activations are rounded to int8: measured 0.01 to 0.025 in these models of random weights
+# Activations are rounded to int8: measured 0.01 to 0.025 in these models of random weights; with experts up to 0.08,
+# where a near tie between two of them falls the other way. bf16 products, which round nothing, must be exact.
+ROUNDED = 0.05
 
 
-class Cache:
-    """One sequence in a native cache, its blocks in no order."""
+class Cache(PagedCache):
+    """What nobody wrote is NaN there."""
 
     def __init__(self, decoder: Decoder, num_blocks: int = 8, dtype: torch.dtype = torch.float32) -> None:
-        config = decoder.config
-        shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK)
-        self.decoder = decoder
-        self.table = torch.randperm(num_blocks).tolist()
-        pool = torch.full((num_blocks * shape.block_bytes(dtype.itemsize),), 255, dtype=torch.uint8)
-        self.attention = NativeAttention(shape, config.num_heads, pool, dtype)
-
-    def logits(self, tokens: list[int], start: int = 0) -> Tensor:
-        """Of a step over tokens at positions start.. ."""
-        positions = range(start, start + len(tokens))
-        slots = [self.table[p // BLOCK] * BLOCK + p % BLOCK for p in positions]
-        tiles = [
-            QueryTile(range(first, min(first + 16, len(tokens))), start + first, self.table)
-            for first in range(0, len(tokens), 16)
-        ]
-        self.attention.begin(StepLayout(torch.tensor(slots), tiles))
-        output = self.decoder.forward(torch.tensor(tokens), torch.tensor(positions), self.attention.attend)
-        return self.decoder.logits(output.hidden)
+        super().__init__(decoder, NativeAttention, num_blocks, dtype, fill=255)
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
@@ -67,19 +50,22 @@ def kinds_of(decoder: Decoder) -> list[list[str]]:
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.BF16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gguf_matrices_stay_as_they_are(family: str, kind: Kind, tmp_path: Path) -> None:
-    model = quantised(hf_model(family), kind)
+    model = quantised(hf_model(family, tie_word_embeddings=family in TIED_ONLY), kind)
     path = write_gguf(model, tmp_path / "model.gguf", kind)
     decoder, plain = load_model(path, packed=True), load_model(path)
-    assert all(isinstance(linear, PackedLinear) for linear in decoder.linears)
+    routers = {id(layer.mlp.router) for layer in decoder.layers if isinstance(layer.mlp, Experts)}
+    assert all(isinstance(linear, PackedLinear) != (id(linear) in routers) for linear in decoder.linears)
     assert isinstance(decoder.embedding, PackedWeight)
     assert decoder.row_multiple == 1
     for ours, theirs in zip(decoder.linears, plain.linears, strict=True):
-        assert isinstance(ours, PackedLinear)
         assert isinstance(theirs, PlainLinear)
+        if not isinstance(ours, PackedLinear):
+            assert torch.equal(ours.weight, theirs.weight)
+            continue
         assert torch.equal(torch.cat([weight.dequantize() for weight in ours.weights]), theirs.weight)
         assert (ours.bias is None) == (theirs.bias is None)
         assert ours.bias is None or torch.equal(ours.bias, theirs.bias)
-    tolerance = TOLERANCE if kind == Kind.BF16 else ROUNDED
+    tolerance = TOLERANCE if kind == Kind.BF16 else ROUNDED * (2 if family == "qwen3_moe" else 1)
     assert relative_difference(Cache(decoder).logits(TOKENS), hf_logits(model, TOKENS)) < tolerance
 
 
@@ -149,6 +135,20 @@ def test_fused_parts_of_different_kinds(tmp_path: Path, monkeypatch: pytest.Monk
     assert relative_difference(got, wanted) < ROUNDED
 
 
+def test_a_router_is_never_rounded(tmp_path: Path) -> None:
+    model = hf_model("qwen3_moe")
+    for dtype, router in [(torch.float32, PlainLinear), (torch.bfloat16, PackedLinear)]:
+        decoder = load_model(save_hf(model.to(dtype), tmp_path / str(dtype)), quantization="int8")
+        for layer in decoder.layers:
+            assert isinstance(layer.mlp, Experts)
+            assert isinstance(layer.mlp.router, router)
+            assert [w.kind for linear in layer.mlp.experts[3].linears for w in linear.weights] == ["q8_0"] * 2
+        weight = decoder.layers[0].mlp.router
+        values = weight.weight if isinstance(weight, PlainLinear) else weight.weights[0].dequantize()
+        assert torch.equal(values, model.model.layers[0].mlp.gate.weight.float())
+        assert decoder.row_multiple == 1
+
+
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'int3' is not supported"):
         load_model(tmp_path, quantization="int3")
@@ -167,16 +167,17 @@ def test_without_the_extension_packed_means_nothing_and_int8_is_refused(
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.BF16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_do_not_depend_on_chunks_threads_or_instruction_set(family: str, kind: Kind, tmp_path: Path) -> None:
-    model = hf_model(family, hidden_size=96, num_attention_heads=4, head_dim=24, intermediate_size=160)
+    sizes = {"hidden_size": 96, "num_attention_heads": 4, "head_dim": 24, "intermediate_size": 160}
+    model = hf_model(family, **sizes, tie_word_embeddings=family in TIED_ONLY)
     decoder = load_model(write_gguf(model, tmp_path / "model.gguf", kind), packed=True)
     tokens = (TOKENS * 5)[:70]
     whole = Cache(decoder).logits(tokens)
-    chunks = itertools.cycle([[70], [1] * 20 + [50], [33, 4, 8, 1, 24], [2, 3, 5, 60], [64, 6]])
+    sizes_of = itertools.cycle([[70], [1] * 20 + [50], [33, 4, 8, 1, 24], [2, 3, 5, 60], [64, 6]])
     for isa, threads in itertools.product(native.isas(), (1, 2, 4)):
         cache, pieces = Cache(decoder), []
         with native.use(isa=isa, num_threads=threads):
-            for start, stop in itertools.pairwise([0, *itertools.accumulate(next(chunks))]):
-                pieces.append(cache.logits(tokens[start:stop], start))
+            for part, start in chunks(tokens, iter(next(sizes_of))):
+                pieces.append(cache.logits(part, start))
         assert torch.equal(torch.cat(pieces), whole), (isa, threads)
 
 
@@ -186,10 +187,10 @@ def test_bits_of_a_real_model_do_not_depend_on_chunks_threads_or_instruction_set
     decoder = load_model(resolve_model("smollm2-135m"), packed=True, max_positions=256)
     tokens = torch.randint(100, 40_000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     whole = Cache(decoder, 16, dtype).logits(tokens)
-    chunks = itertools.cycle([[70, 1, 1, 1, 127], [5, 195], [64, 8, 33, 4, 91], [1] * 10 + [190]])
+    sizes_of = itertools.cycle([[70, 1, 1, 1, 127], [5, 195], [64, 8, 33, 4, 91], [1] * 10 + [190]])
     for isa, threads in itertools.product([isa for isa in native.isas() if isa != "portable"], (1, 2, 4)):
         cache, pieces = Cache(decoder, 16, dtype), []
         with native.use(isa=isa, num_threads=threads):
-            for start, stop in itertools.pairwise([0, *itertools.accumulate(next(chunks))]):
-                pieces.append(cache.logits(tokens[start:stop], start))
+            for part, start in chunks(tokens, iter(next(sizes_of))):
+                pieces.append(cache.logits(part, start))
         assert torch.equal(torch.cat(pieces), whole), (isa, threads)

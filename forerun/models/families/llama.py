@@ -1,11 +1,9 @@
-"""Llama 1 to 3 and what shares their form (SmolLM, TinyLlama, Yi, many others)."""
+"""Llama 1 to 3 and what shares their form (SmolLM, TinyLlama, Yi, many others); Mistral too in GGUF files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from forerun.models.config import DecoderConfig
-from forerun.models.families.base import Family, Values, gguf_config, hf_config
+from forerun.models.families.base import Family, GgufHeader, Values, gguf_config, gguf_windows, hf_config
 
 NAME = "llama"
 
@@ -22,8 +20,8 @@ def from_hf(values: Values) -> DecoderConfig:
     )
 
 
-def from_gguf(general: Values, values: Values, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
-    return gguf_config(general, values, shapes, NAME)
+def from_gguf(header: GgufHeader) -> DecoderConfig:
+    return gguf_config(header, NAME, sliding_windows=gguf_windows(header.values))
 
 
-FAMILY = Family(name=NAME, from_hf=from_hf, from_gguf=from_gguf, gguf_interleaves_heads=True)
+FAMILY = Family(name=NAME, gguf_name=NAME, from_hf=from_hf, from_gguf=from_gguf, gguf_interleaves_heads=True)

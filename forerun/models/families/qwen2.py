@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from forerun.errors import CheckpointError
 from forerun.models.config import DecoderConfig
-from forerun.models.families.base import Family, Values, gguf_config, hf_config
+from forerun.models.families.base import Family, GgufHeader, Values, gguf_config, hf_config, hf_windows
 
 NAME = "qwen2"
 
 
 def from_hf(values: Values) -> DecoderConfig:
-    refuse_sliding_window(values)
-    return hf_config(values, NAME, head_dim=values.optional_integer("head_dim"), qkv_bias=True)
+    return hf_config(
+        values,
+        NAME,
+        head_dim=values.optional_integer("head_dim"),
+        qkv_bias=True,
+        sliding_windows=upper_windows(values),
+    )
 
 
-def refuse_sliding_window(values: Values) -> None:
-    if values.flag("use_sliding_window", False):
-        raise CheckpointError("use_sliding_window=true is not supported yet")
+def upper_windows(values: Values) -> tuple[int | None, ...]:
+    """Layers from max_window_layers on have a window, if it is switched on."""
+    first = values.integer("max_window_layers", 28)
+    return hf_windows(values, lambda layer: layer >= first, enabled=values.flag("use_sliding_window", False))
 
 
-def from_gguf(general: Values, values: Values, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
-    return gguf_config(general, values, shapes, NAME)
+def from_gguf(header: GgufHeader) -> DecoderConfig:
+    return gguf_config(header, NAME)
 
 
-FAMILY = Family(name=NAME, from_hf=from_hf, from_gguf=from_gguf)
+FAMILY = Family(name=NAME, gguf_name=NAME, from_hf=from_hf, from_gguf=from_gguf)

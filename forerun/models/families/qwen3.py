@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from forerun.models.config import DecoderConfig
-from forerun.models.families.base import Family, Values, gguf_config, hf_config
-from forerun.models.families.qwen2 import refuse_sliding_window
+from forerun.models.families.base import Family, GgufHeader, Values, gguf_config, hf_config
+from forerun.models.families.qwen2 import upper_windows
 
 NAME = "qwen3"
 
 
 def from_hf(values: Values) -> DecoderConfig:
-    refuse_sliding_window(values)
     bias = values.flag("attention_bias", False)
     return hf_config(
         values,
@@ -20,12 +17,13 @@ def from_hf(values: Values) -> DecoderConfig:
         head_dim=values.integer("head_dim", 128),  # where the key is missing, 128 and not hidden_size / num_heads
         qkv_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
+        sliding_windows=upper_windows(values),
     )
 
 
-def from_gguf(general: Values, values: Values, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
-    return gguf_config(general, values, shapes, NAME, qk_norm=True)
+def from_gguf(header: GgufHeader) -> DecoderConfig:
+    return gguf_config(header, NAME, qk_norm="head")
 
 
-FAMILY = Family(name=NAME, from_hf=from_hf, from_gguf=from_gguf)
+FAMILY = Family(name=NAME, gguf_name=NAME, from_hf=from_hf, from_gguf=from_gguf)

@@ -13,8 +13,8 @@ from forerun.errors import ConfigError
 from forerun.memory.groups import GroupSpec
 from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
+from forerun.models.decoder import attention_spec
 from forerun.models.loading import load_model, read_config, read_metadata
-from forerun.models.paged import kv_shape
 from forerun.models.tokenizer import load_tokenizer
 from forerun.spec.config import MethodConfig
 from forerun.spec.proposer import TargetInfo
@@ -41,7 +41,8 @@ def load_draft_model(config: MethodConfig, target: TargetInfo, name: str) -> Dra
     mask = _mask_token_id(config, read_metadata(path), draft) if config.parallel_drafting else None
     vocabulary = _vocabulary(config, path, draft, target, mask, notes)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype or "auto", target.kv_dtype)
-    group = GroupSpec(name, kv_shape(draft, target.block_size).block_bytes(kv_dtype.itemsize), max_len, config.method)
+    shape = attention_spec(draft, target.block_size).shape
+    group = GroupSpec(name, shape.block_bytes(kv_dtype.itemsize), max_len, config.method)
     started = time.perf_counter()
     model = load_model(path, torch.float32, max_len, packed=target.packed, quantization=config.quantization)
     notes.insert(
