@@ -29,7 +29,7 @@ from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.spec.control import FixedLength
 from forerun.spec.registry import make_proposer, make_verifier
 
-KV_DTYPE = torch.float32
+KV_DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,13 @@ def build_engine(config: EngineConfig) -> Engine:
     _fit(config, model_config, shape, kv_cache_bytes(config.kv_cache_memory_bytes))
     target = _load_target(config, path, model_config)
 
-    block_bytes = shape.block_bytes(KV_DTYPE.itemsize)
+    kv_dtype = KV_DTYPES[config.kv_cache_dtype]
+    block_bytes = shape.block_bytes(kv_dtype.itemsize)
     pool = CachePool([GroupSpec("target", block_bytes)], kv_cache_bytes(config.kv_cache_memory_bytes))
     max_model_len = _fit(config, model_config, shape, pool.num_bytes)
     memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
     backend = NativeAttention if native.available() else ReferenceAttention
-    attention: AttentionBackend = backend(shape, model_config.num_heads, memory, KV_DTYPE)
+    attention: AttentionBackend = backend(shape, model_config.num_heads, memory, kv_dtype)
 
     spec = config.speculative_config
     proposer = make_proposer(spec)
@@ -104,6 +105,7 @@ def _info(config: EngineConfig, target: Target, pool: CachePool, max_model_len: 
         load_bytes=target.model.weight_bytes,
         load_time_s=target.load_time_s,
         kv_bytes=pool.num_bytes,
+        kv_dtype=str(KV_DTYPES[config.kv_cache_dtype]).removeprefix("torch."),
         num_tokens=num_tokens,
         max_model_len=max_model_len,
     )
@@ -148,7 +150,7 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
 
 def _fit(config: EngineConfig, model: DecoderConfig, shape: KVShape, cache_bytes: int) -> int:
     """The longest request that model and cache can serve; refuses one that the user asked for and that does not fit."""
-    block_bytes = shape.block_bytes(KV_DTYPE.itemsize)
+    block_bytes = shape.block_bytes(KV_DTYPES[config.kv_cache_dtype].itemsize)
     num_tokens = cache_bytes // block_bytes * config.block_size
     return fit_model_len(
         config.max_model_len, model.max_position_embeddings, num_tokens, block_bytes // config.block_size

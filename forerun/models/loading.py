@@ -361,10 +361,15 @@ def _gguf_pack(file: GgufFile, name: str) -> Pack:
         tensor = file.tensors[name]
         if packed_kind(tensor.kind) == weight.kind or tensor.kind in FLOATING.values():
             weight.fill(_of_numpy(file.raw(name)), tensor.kind, first_row, order)
+            file.unload(name)
             return
         with _naming(file.path):
             _check_kind(file, name)
-        weight.fill_floats(_of_numpy(file.read(name, 0, tensor.shape[0])), first_row, order)
+        num_rows, width = tensor.shape
+        chunk = num_rows if order is not None else max(1, CHUNK_ELEMENTS // width)  # an order reaches for all rows
+        for first, count in row_chunks(num_rows, chunk):
+            weight.fill_floats(_of_numpy(file.read(name, first, count)), first_row + first, order)
+        file.unload(name)
 
     return pack
 
@@ -383,6 +388,7 @@ def _gguf_fill(file: GgufFile, name: str) -> Fill:
         rows = target if target.dim() > 1 else target.unsqueeze(0)
         for first, num_rows in row_chunks(rows.shape[0], max(1, CHUNK_ELEMENTS // rows[0].numel())):
             _write(file.read(name, first, num_rows), rows[first : first + num_rows])
+        file.unload(name)
 
     return fill
 
