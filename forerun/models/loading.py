@@ -34,7 +34,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.families import family_of
 from forerun.models.families.base import Family, Slot, Values
 from forerun.models.gguf_file import GgufFile, can_dequantize, row_chunks
-from forerun.models.layers import Weight
+from forerun.models.layers import Weight, activation_terms
 
 logger = logging.getLogger(__name__)
 
@@ -431,7 +431,8 @@ def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, kind_for: KindFor 
     for tensor, pieces in packed.items():
         bias = weights.get(f"{tensor}_bias")
         assert bias is None or isinstance(bias, Tensor)
-        weights[tensor] = pieces[0] if tensor == "embedding" else PackedLinear(pieces, bias)
+        packed_linear = tensor != "embedding"
+        weights[tensor] = PackedLinear(pieces, bias, activation_terms(tensor)) if packed_linear else pieces[0]
     return weights
 
 
