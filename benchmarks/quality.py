@@ -13,8 +13,7 @@ to a file: exact, where llama-perplexity's file of base logits holds 16 bits a l
 the most likely tokens. It takes text, not ids: questions are plain text here, without a chat template, and the ids
 compared are those that it makes of question and text. Were the reference wrong, llama.cpp's divergence would show it.
 
-Without the program llama-results its side is skipped and named; it has not been run against a real one yet. The last
-line is JSON.
+Without the program llama-results its side is skipped and named. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from torch import Tensor
 
 from forerun.models.decoder import Decoder
 from forerun.models.loading import load_model
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.tokenizer import Tokenizer, load_tokenizer
 
 ALL_CATEGORIES = ("coding", "summarization", "rag", "qa", "math_reasoning", "translation", "writing", "reasoning")
 SPARE_TOKENS = 64  # another tokenizer may make more tokens of a text than ours
@@ -116,16 +115,25 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
+def choose_prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
+    """So many questions that are short enough, in turns from each category."""
+    by_category: dict[str, list[list[int]]] = {category: [] for category in options.categories}
+    for question in read_questions(options.dataset, options.categories, sys.maxsize):
+        ids = tokenizer.encode(question.text)
+        if len(ids) <= options.max_prompt_tokens:
+            by_category[question.category].append(ids)
+    in_turns = itertools.chain.from_iterable(itertools.zip_longest(*by_category.values()))
+    return [ids for ids in in_turns if ids is not None][: options.prompts]
+
+
 def main() -> None:
     options = parse()
     peer = LlamaCpp(options.llama_cpp, options.threads)
     torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(str(options.model))
-    count = -(-options.prompts // len(options.categories))
-    questions = read_questions(options.dataset, options.categories, count)
-    prompts = [tokenizer.encode(q.text) for q in questions]
-    prompts = [ids for ids in prompts if len(ids) <= options.max_prompt_tokens][: options.prompts]
-    found: dict[str, list[Divergences]] = {"forerun": []}
+    prompts = choose_prompts(options, tokenizer)
+    sides = {f"forerun, {dtype} cache": dtype for dtype in options.kv_cache_dtypes}
+    found: dict[str, list[Divergences]] = {side: [] for side in sides}
     if peer.has("llama-results"):
         found["llama.cpp"] = []
     else:
@@ -146,13 +154,23 @@ def main() -> None:
         say(f"reference: {place + 1} of {len(prompts)} prompts")
     del reference  # two models at once may be too many
 
-    context = options.max_prompt_tokens + options.max_tokens + SPARE_TOKENS
-    target = ours.Target(ours.load(options.model, options.threads, context, options.kv_cache_mib))
-    for place, (ids, wanted) in enumerate(texts):
-        first = len(ids) + 1 - len(wanted)
-        found["forerun"].append(divergences(wanted, target.logits(ids[:first], ids[first:])))
-        say(f"forerun: {place + 1} of {len(texts)} prompts")
+    for side, dtype in sides.items():
+        found[side] = our_divergences(options, texts, dtype)
+        say(f"{side}: {len(texts)} prompts")
     report(options, peer, found)
+
+
+def our_divergences(
+    options: argparse.Namespace, texts: Sequence[tuple[list[int], Tensor]], kv_dtype: str
+) -> list[Divergences]:
+    context = options.max_prompt_tokens + options.max_tokens + SPARE_TOKENS
+    llm = ours.load(options.model, options.threads, context, options.kv_cache_mib, kv_dtype=kv_dtype)
+    target = ours.Target(llm)
+    found = []
+    for ids, wanted in texts:
+        first = len(ids) + 1 - len(wanted)
+        found.append(divergences(wanted, target.logits(ids[:first], ids[first:])))
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -165,6 +183,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="longer questions are left out")
     parser.add_argument("--max-tokens", type=int, default=48, help="of the reference's text")
     parser.add_argument("--kv-cache-mib", type=int, default=512)
+    parser.add_argument("--kv-cache-dtypes", nargs="+", default=["float32", "bfloat16"], help="forerun's, one after another")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     return parser.parse_args()
 
@@ -175,20 +194,21 @@ def say(line: str) -> None:
 
 def report(options: argparse.Namespace, peer: LlamaCpp, found: dict[str, list[Divergences]]) -> None:
     figures: dict[str, Any] = {side: summary(each) for side, each in found.items()}
-    num_rows = sum(len(kl) for kl, _ in found["forerun"])
+    own = next(iter(found.values()))
+    num_rows = sum(len(kl) for kl, _ in own)
     title = f"{options.model.name}: KL from the file in float32, nats a token; {num_rows} tokens"
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     table.add_column("")
     for side in figures:
         table.add_column(side, justify="right")
-    for name in figures["forerun"]:
+    for name in next(iter(figures.values())):
         table.add_row(name.replace("_", " "), *(f"{values[name]:.4g}" for values in figures.values()))
     Console().print(table)
     about = {"benchmark": "quality", "commit": commit(), "machine": processor(), "llama_cpp": peer.version}
-    about |= {"model": options.model.name, "prompts": len(found["forerun"]), "tokens": num_rows}
+    about |= {"model": options.model.name, "prompts": len(own), "tokens": num_rows}
     if "llama.cpp" in figures:
-        ratio = figures["forerun"]["mean_kl"] / max(1e-12, figures["llama.cpp"]["mean_kl"])
-        figures["ratio_of_means"] = float(f"{ratio:.4g}")
+        theirs = max(1e-12, figures["llama.cpp"]["mean_kl"])
+        about["ratio_of_means"] = {side: float(f"{f['mean_kl'] / theirs:.4g}") for side, f in figures.items()}
     print(json.dumps(about | {"load_average": load_average(), "results": figures}))
 
 

@@ -24,13 +24,15 @@ static_assert(sizeof(ActivationGroup) == 192);
 // Groups of a row, an even number: weights come in records of two groups or more.
 inline std::int64_t num_groups(std::int64_t k) { return (k + 2 * group_size - 1) / (2 * group_size) * 2; }
 
-// Row t of [T, K] is lane t % tile_rows of tile t / tile_rows; a tile is num_groups(k) groups.
+// Row t of [T, K] is lane t % tile_rows of tile t / tile_rows; a tile is num_groups(k) groups. Where a row has two terms
+// they count as two rows, one after the other.
 inline std::int64_t num_tiles(std::int64_t rows) { return (rows + tile_rows - 1) / tile_rows; }
 
 struct ActivationKernels {
   // Quantises one row x [k] into `lane` of a tile; groups past k become zero. Where a group holds a number that is not
-  // finite its scale is not finite, so that the row's results are not.
-  void (*quantize)(const float* x, std::int64_t k, ActivationGroup* tile, int lane);
+  // finite its scale is not finite, so that the row's results are not. With two terms the rest, x less what was written,
+  // goes into the next lane in the same way: the sum of both is x to about 15 bits.
+  void (*quantize)(const float* x, std::int64_t k, int terms, ActivationGroup* tile, int lane);
 };
 
 }  // namespace forerun

@@ -37,12 +37,13 @@ class LinearObject {
  public:
   using Part = std::tuple<std::string, Address, std::int64_t, Address>;  // kind, panels, n, bias or 0
 
-  LinearObject(std::int64_t k, const std::vector<Part>& parts) {
+  LinearObject(std::int64_t k, const std::vector<Part>& parts, int terms) {
+    if (terms != 1 && terms != 2) throw std::invalid_argument("a row has one or two terms");
     for (const auto& [name, panels, n, bias] : parts) {
       segments_.push_back({kind_of(name), at<const std::uint8_t>(panels), n, at<const float>(bias)});
       needs_tiles_ |= segments_.back().kind != Kind::bf16;
     }
-    linear_ = {k, static_cast<int>(segments_.size()), segments_.data()};
+    linear_ = {k, terms, static_cast<int>(segments_.size()), segments_.data()};
   }
   LinearObject(const LinearObject&) = delete;
 
@@ -61,8 +62,8 @@ class LinearObject {
   void run_some(const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride) const {
     ActivationGroup* tiles = nullptr;
     if (needs_tiles_) {
-      tiles = activation_buffer(rows, linear_.k);
-      quantize_rows(x, x_stride, rows, linear_.k, tiles);
+      tiles = activation_buffer(rows * linear_.terms, linear_.k);
+      quantize_rows(x, x_stride, rows, linear_.k, linear_.terms, tiles);
     }
     run_linear(linear_, x, x_stride, tiles, rows, y, y_stride);
   }
@@ -90,7 +91,7 @@ void unpack(const std::string& name, Address packed, std::int64_t k, Address ids
 void quantize(Address x, std::int64_t rows, std::int64_t k, Address values, Address scales) {
   nb::gil_scoped_release unlocked;
   ActivationGroup* tiles = activation_buffer(rows, k);
-  quantize_rows(at<const float>(x), k, rows, k, tiles);
+  quantize_rows(at<const float>(x), k, rows, k, 1, tiles);
   std::int64_t groups = num_groups(k);
   for (std::int64_t row = 0; row < rows; ++row) {
     for (std::int64_t g = 0; g < groups; ++g) {
@@ -116,7 +117,8 @@ void bind_linear(nb::module_& module) {
              nb::arg("out"));
   module.def("quantize", &quantize, nb::arg("x"), nb::arg("rows"), nb::arg("k"), nb::arg("values"), nb::arg("scales"));
   nb::class_<LinearObject>(module, "Linear")
-      .def(nb::init<std::int64_t, const std::vector<LinearObject::Part>&>(), nb::arg("k"), nb::arg("parts"))
+      .def(nb::init<std::int64_t, const std::vector<LinearObject::Part>&, int>(), nb::arg("k"), nb::arg("parts"),
+           nb::arg("terms"))
       .def("address", [](const LinearObject& object) { return reinterpret_cast<Address>(&object.linear()); })
       .def("run", &LinearObject::run, nb::arg("x"), nb::arg("x_stride"), nb::arg("rows"), nb::arg("y"),
            nb::arg("y_stride"), nb::call_guard<nb::gil_scoped_release>());

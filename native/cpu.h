@@ -3,9 +3,9 @@
 
 namespace forerun {
 
-enum class Isa { portable = 0, avx2 = 1, avx512 = 2, avx512vnni = 3 };
+enum class Isa { portable = 0, avx2 = 1, avxvnni = 2, avx512 = 3, avx512vnni = 4 };
 
-inline constexpr int num_isas = 4;
+inline constexpr int num_isas = 5;
 
 const char* isa_name(Isa isa);
 
@@ -26,11 +26,13 @@ bool set_current_isa(Isa isa);
 #define FORERUN_KERNELS(Type, name)                       \
   namespace forerun::portable { extern const Type name; } \
   namespace forerun::avx2 { extern const Type name; }     \
+  namespace forerun::avxvnni { extern const Type name; }  \
   namespace forerun::avx512 { extern const Type name; }   \
   namespace forerun::avx512vnni { extern const Type name; } \
   namespace forerun {                                     \
   inline const Type& name() {                             \
-    static const Type* const table[num_isas] = {&portable::name, &avx2::name, &avx512::name, &avx512vnni::name}; \
+    static const Type* const table[num_isas] = {&portable::name, &avx2::name, &avxvnni::name, &avx512::name, \
+                                                &avx512vnni::name}; \
     return *table[static_cast<int>(current_isa())];       \
   }                                                       \
   }

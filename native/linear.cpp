@@ -32,17 +32,20 @@ struct Rows {
   const float* x;
   std::int64_t x_stride;
   const ActivationGroup* tiles;
+  int terms;  // a row has in the tiles
   std::int64_t count, k;
   float* y;
   std::int64_t y_stride;
 };
 
-void write_out(const float (*result)[panel_outputs], const Segment& segment, std::int64_t panel, std::int64_t first,
-               int count, const Rows& rows, std::int64_t column) {
+// result: of `count` terms, `terms` a row, the first of which is row `first`.
+void write_out(float (*result)[panel_outputs], const Segment& segment, std::int64_t panel, std::int64_t first,
+               int count, int terms, const Rows& rows, std::int64_t column) {
   std::int64_t n = panel * panel_outputs;
   int width = static_cast<int>(std::min<std::int64_t>(panel_outputs, segment.n - n));
-  for (int r = 0; r < count; ++r) {
-    float* y = rows.y + (first + r) * rows.y_stride + column + n;
+  for (int r = 0; r < count; r += terms) {
+    for (int i = 0; i < panel_outputs && terms == 2; ++i) result[r][i] += result[r + 1][i];
+    float* y = rows.y + (first + r / terms) * rows.y_stride + column + n;
     for (int i = 0; i < width; ++i) y[i] = segment.bias ? result[r][i] + segment.bias[n + i] : result[r][i];
   }
 }
@@ -52,14 +55,16 @@ void run_panels(const Segment& segment, std::int64_t first_panel, std::int64_t e
                 std::int64_t column) {
   const PanelKernel* kernels = linear_kernels().panel[static_cast<int>(segment.kind)];
   std::int64_t bytes = panel_bytes(segment.kind, rows.k), tile = num_groups(rows.k);
+  int terms = segment.kind == Kind::bf16 ? 1 : rows.terms;
+  std::int64_t all = rows.count * terms;
   PanelCall call{};
   call.records = panel_records(segment.kind, rows.k);
   call.x_stride = rows.x_stride;
   call.k = rows.k;
   alignas(64) float result[max_rows][panel_outputs];
   call.out = result;
-  for (std::int64_t first = 0; first < rows.count; first += max_rows) {
-    int count = static_cast<int>(std::min<std::int64_t>(max_rows, rows.count - first));
+  for (std::int64_t first = 0; first < all; first += max_rows) {
+    int count = static_cast<int>(std::min<std::int64_t>(max_rows, all - first));
     call.x = rows.x + first * rows.x_stride;
     for (int i = 0; i < max_rows / tile_rows && rows.tiles; ++i) {
       call.tiles[i] = rows.tiles + (first / tile_rows + i) * tile;
@@ -67,7 +72,7 @@ void run_panels(const Segment& segment, std::int64_t first_panel, std::int64_t e
     for (std::int64_t panel = first_panel; panel < end; ++panel) {
       call.panel = segment.panels + panel * bytes;
       kernels[count - 1](call);
-      write_out(result, segment, panel, first, count, rows, column);
+      write_out(result, segment, panel, first / terms, count, terms, rows, column);
     }
   }
 }
@@ -94,24 +99,26 @@ ActivationGroup* activation_buffer(std::int64_t rows, std::int64_t k) {
   return buffer.groups;
 }
 
-void quantize_rows(const float* x, std::int64_t x_stride, std::int64_t rows, std::int64_t k, ActivationGroup* tiles) {
+void quantize_rows(const float* x, std::int64_t x_stride, std::int64_t rows, std::int64_t k, int terms,
+                   ActivationGroup* tiles) {
   auto quantize = activation_kernels().quantize;
+  std::int64_t tile_height = tile_rows / terms, count = num_tiles(rows * terms);
   auto quantize_tile = [&](std::int64_t tile) {
-    std::int64_t end = std::min(rows, (tile + 1) * tile_rows);
-    for (std::int64_t row = tile * tile_rows; row < end; ++row) {
-      quantize(x + row * x_stride, k, tiles + tile * num_groups(k), static_cast<int>(row % tile_rows));
+    std::int64_t first = tile * tile_height, end = std::min(rows, first + tile_height);
+    for (std::int64_t row = first; row < end; ++row) {
+      quantize(x + row * x_stride, k, terms, tiles + tile * num_groups(k), static_cast<int>((row - first) * terms));
     }
   };
   if (rows * k <= serial_quantize) {
-    for (std::int64_t tile = 0; tile < num_tiles(rows); ++tile) quantize_tile(tile);
+    for (std::int64_t tile = 0; tile < count; ++tile) quantize_tile(tile);
   } else {
-    parallel_for(num_tiles(rows), quantize_tile);
+    parallel_for(count, quantize_tile);
   }
 }
 
 void run_linear(const Linear& linear, const float* x, std::int64_t x_stride, const ActivationGroup* tiles,
                 std::int64_t num_rows, float* y, std::int64_t y_stride) {
-  Rows rows{x, x_stride, tiles, num_rows, linear.k, y, y_stride};
+  Rows rows{x, x_stride, tiles, linear.terms, num_rows, linear.k, y, y_stride};
   std::int64_t num_tasks = 0;
   for (int s = 0; s < linear.num_segments; ++s) num_tasks += split(linear.segments[s], linear.k).tasks;
   parallel_for(num_tasks, [&](std::int64_t task) {

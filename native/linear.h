@@ -47,15 +47,17 @@ struct Segment {
 // y [rows, sum of n] = x [rows, k] times the segments' weights, side by side.
 struct Linear {
   std::int64_t k = 0;
+  int terms = 1;  // of each quantised row, 1 or 2: what they give is added up
   int num_segments = 0;
   const Segment* segments = nullptr;
 };
 
-// Memory for the rows' tiles, of the calling thread; valid until its next call of this.
+// Memory for the tiles of so many rows, terms counted, of the calling thread; valid until its next call of this.
 ActivationGroup* activation_buffer(std::int64_t rows, std::int64_t k);
 
-// x [rows, k], rows x_stride floats apart, into tiles.
-void quantize_rows(const float* x, std::int64_t x_stride, std::int64_t rows, std::int64_t k, ActivationGroup* tiles);
+// x [rows, k], rows x_stride floats apart, into tiles, with `terms` each.
+void quantize_rows(const float* x, std::int64_t x_stride, std::int64_t rows, std::int64_t k, int terms,
+                   ActivationGroup* tiles);
 
 // tiles: the rows quantised, for segments of quantised kinds. x: the rows, for bf16 segments. Either may be null where
 // no segment needs it. y: rows y_stride floats apart.

@@ -63,17 +63,19 @@ void made_linear(const Make& make, std::int64_t rows, const Linear& linear, Muta
   Needs needs = needs_of(linear);
   std::int64_t k = linear.k, groups = num_groups(k);
   float* floats = needs.floats ? buffers().floats.get(rows * k) : nullptr;
-  ActivationGroup* tiles = needs.tiles ? activation_buffer(rows, k) : nullptr;
+  std::int64_t tile_height = tile_rows / linear.terms, count = num_tiles(rows * linear.terms);
+  ActivationGroup* tiles = needs.tiles ? activation_buffer(rows * linear.terms, k) : nullptr;
   auto quantize = activation_kernels().quantize;
-  auto make_tile = [&](std::int64_t tile) {  // four rows share their groups' cache lines
-    std::int64_t end = std::min(rows, (tile + 1) * tile_rows);
-    for (std::int64_t row = tile * tile_rows; row < end; ++row) {
+  auto make_tile = [&](std::int64_t tile) {  // its rows share their groups' cache lines
+    std::int64_t first = tile * tile_height, end = std::min(rows, first + tile_height);
+    for (std::int64_t row = first; row < end; ++row) {
       float* made = needs.floats ? floats + row * k : buffers().row.get(k);
       make(row, made);
-      if (needs.tiles) quantize(made, k, tiles + tile * groups, static_cast<int>(row % tile_rows));
+      int lane = static_cast<int>((row - first) * linear.terms);
+      if (needs.tiles) quantize(made, k, linear.terms, tiles + tile * groups, lane);
     }
   };
-  for_rows(num_tiles(rows), tile_rows * k, make_tile);
+  for_rows(count, tile_height * k, make_tile);
   run_linear(linear, floats, k, tiles, rows, y.data, y.stride);
 }
 
@@ -115,8 +117,8 @@ void linear_add(ConstRows x, std::int64_t rows, const Linear& linear, Merge merg
   bool needs_tiles = needs_of(linear).tiles;
   in_chunks(rows, rows_at_once, [&](std::int64_t first, std::int64_t count) {
     MutableRows product{buffers().product.get(count * n), n};
-    ActivationGroup* tiles = needs_tiles ? activation_buffer(count, linear.k) : nullptr;
-    if (needs_tiles) quantize_rows(x.row(first), x.stride, count, linear.k, tiles);
+    ActivationGroup* tiles = needs_tiles ? activation_buffer(count * linear.terms, linear.k) : nullptr;
+    if (needs_tiles) quantize_rows(x.row(first), x.stride, count, linear.k, linear.terms, tiles);
     run_linear(linear, x.row(first), x.stride, tiles, count, product.data, product.stride);
     merge_rows(product, count, n, merge, {to.row(first), to.stride});
   });

@@ -25,13 +25,16 @@ CONTEXT = 16  # tokens before a verification step
 WARM_UPS = 2
 
 
-def load(model: Path, threads: int, context: int, cache_mib: int, method: str | None = None) -> LLM:
+def load(
+    model: Path, threads: int, context: int, cache_mib: int, method: str | None = None, kv_dtype: str = "auto"
+) -> LLM:
     return LLM(
         str(model),
         speculative_config=METHODS[method] if method else None,
         num_threads=threads,
         max_model_len=context,
         kv_cache_memory_bytes=cache_mib * MIB,
+        kv_cache_dtype=kv_dtype,
         enable_prefix_caching=False,
     )
 

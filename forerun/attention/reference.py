@@ -26,7 +26,7 @@ class ReferenceAttention:
     Args:
         spec: of the model.
         pool: [bytes] uint8, zeros: masked keys are multiplied by zero, so that memory must not hold NaN.
-        dtype: of keys and values.
+        dtype: of keys and values; what is computed with them has the queries' dtype.
     """
 
     row_tile = ROW_TILE
@@ -55,12 +55,12 @@ class ReferenceAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         num_rows = self._slots.shape[0]
         stored = self.cache[:, layer]  # [blocks, 2, block_size, kv_heads, D]
-        stored[self._blocks, 0, self._offsets] = key[:num_rows]
-        stored[self._blocks, 1, self._offsets] = value[:num_rows]
+        stored[self._blocks, 0, self._offsets] = key[:num_rows].to(stored.dtype)
+        stored[self._blocks, 1, self._offsets] = value[:num_rows].to(stored.dtype)
         out = torch.zeros_like(query)
         for table, tiles in self._groups:
             num_keys = max(tile.num_keys for tile in tiles)
-            keys_values = self._gather(stored, table, num_keys)
+            keys_values = self._gather(stored, table, num_keys, query.dtype)
             for tile in tiles:
                 path = self._follow_path(stored, keys_values, tile) if tile.path_slots else keys_values
                 out[list(tile.rows)] = self._attend_tile(query[list(tile.rows)], path, tile, self.spec.window(layer))
@@ -71,11 +71,11 @@ class ReferenceAttention:
         source, target = torch.tensor(source_slots), torch.tensor(target_slots)
         self.cache[target // size, :, :, target % size] = self.cache[source // size, :, :, source % size]
 
-    def _gather(self, stored: Tensor, table: Tensor, num_keys: int) -> Tensor:
+    def _gather(self, stored: Tensor, table: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
         """[2, kv_heads, keys rounded up to KEY_TILE, D]; zero past the keys."""
         num_blocks = -(-num_keys // self.shape.block_size)
         padded = -(-num_keys // KEY_TILE) * KEY_TILE
-        gathered = stored.new_empty(2, self.shape.num_kv_heads, padded, self.shape.head_dim)
+        gathered = torch.empty(2, self.shape.num_kv_heads, padded, self.shape.head_dim, dtype=dtype)
         blocks = stored[table[:num_blocks]]  # [n, 2, block_size, kv_heads, D]
         gathered[:, :, :num_keys] = blocks.permute(1, 3, 0, 2, 4).flatten(2, 3)[:, :, :num_keys]
         gathered[:, :, num_keys:] = 0  # what lies in a block past them is somebody's leavings, perhaps NaN
@@ -86,7 +86,7 @@ class ReferenceAttention:
         slots = torch.tensor(list(tile.path_slots))
         own = stored[slots // self.shape.block_size, :, slots % self.shape.block_size]  # [n, 2, kv_heads, D]
         path = keys_values.clone()
-        path[:, :, tile.path_start : tile.path_start + len(slots)] = own.permute(1, 2, 0, 3)
+        path[:, :, tile.path_start : tile.path_start + len(slots)] = own.permute(1, 2, 0, 3).to(path.dtype)
         return path
 
     def _attend_tile(self, query: Tensor, keys_values: Tensor, tile: QueryTile, window: int | None) -> Tensor:

@@ -16,7 +16,7 @@ _NAMES = """
     --enable-log-requests --enable-lora --enable-prompt-tokens-details --enable-request-id-headers
     --enable-server-load-tracking --enable-sleep-mode --enable-tokenizer-info-endpoint --enforce-eager
     --exclude-tools-when-tool-choice-none --generation-config --gpu-memory-utilization --guided-decoding-backend
-    --hf-config-path --hf-overrides --hf-token --kv-cache-dtype --kv-cache-metrics --kv-transfer-config
+    --hf-config-path --hf-overrides --hf-token --kv-cache-metrics --kv-transfer-config
     --limit-mm-per-prompt --load-format --logits-processors --logprobs-mode --lora-modules --max-logprobs
     --max-lora-rank --max-loras --max-num-partial-prefills --middleware --model --model-impl --num-gpu-blocks-override
     --optimization-level --override-generation-config --pipeline-parallel-size --prefix-caching-hash-algo

@@ -114,6 +114,8 @@ def serve(
     kv_cache_memory: Annotated[str | None, _engine(
         "Memory for KV blocks: 2GiB, 512MiB, bytes; if not given, a quarter of what is free.",
         "--kv-cache-memory", "--kv-cache-memory-bytes", metavar="BYTES")] = None,
+    kv_cache_dtype: Annotated[str, _engine(
+        "auto, float32 or bfloat16, which holds twice the tokens in the same memory.")] = "auto",
     block_size: Annotated[int, _engine("Tokens a KV block.")] = 16,
     enable_prefix_caching: Annotated[bool, _engine(
         "Reuse KV of prompts that begin alike.", "--enable-prefix-caching/--no-enable-prefix-caching")] = True,
@@ -169,6 +171,7 @@ def serve(
         max_num_batched_tokens=parse_count("--max-num-batched-tokens", max_num_batched_tokens) or 512,
         max_num_waiting=max_num_waiting,
         kv_cache_memory_bytes=parse_bytes("--kv-cache-memory", kv_cache_memory),
+        kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
         num_threads=num_threads,

@@ -31,7 +31,7 @@ from forerun.spec.control import make_control
 from forerun.spec.proposer import TargetInfo
 from forerun.spec.registry import make_proposer, make_verifier
 
-KV_DTYPE = torch.float32
+KV_DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,14 @@ def build_engine(config: EngineConfig) -> Engine:
     target = _load_target(config, path, model_config)
     proposer = make_proposer(config.speculative_config, _target_info(config, target))
 
-    groups = [GroupSpec("target", shape.block_bytes(KV_DTYPE.itemsize)), *proposer.groups]
+    kv_dtype = KV_DTYPES[config.kv_cache_dtype]
+    groups = [GroupSpec("target", shape.block_bytes(kv_dtype.itemsize)), *proposer.groups]
     pool = CachePool(groups, kv_cache_bytes(config.kv_cache_memory_bytes))
     max_model_len = _fit(config, model_config, shape, pool.num_bytes)
     memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
     proposer.attach(1, memory)
     return Engine(
-        runner=Runner(PagedModel.over(target.model, memory, KV_DTYPE, config.block_size), proposer.hidden_taps),
+        runner=Runner(PagedModel.over(target.model, memory, kv_dtype, config.block_size), proposer.hidden_taps),
         scheduler=Scheduler(
             pool,
             block_size=config.block_size,
@@ -90,7 +91,7 @@ def _target_info(config: EngineConfig, target: Target) -> TargetInfo:
         max_model_len=config.max_model_len or target.config.max_position_embeddings,
         block_size=config.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        kv_dtype=KV_DTYPE,
+        kv_dtype=KV_DTYPES[config.kv_cache_dtype],
         packed=config.dtype == "auto",
     )
 
@@ -119,6 +120,7 @@ def _info(
         load_bytes=target.model.weight_bytes,
         load_time_s=target.load_time_s,
         kv_bytes=pool.num_bytes,
+        kv_dtype=str(KV_DTYPES[config.kv_cache_dtype]).removeprefix("torch."),
         num_tokens=num_tokens,
         max_model_len=max_model_len,
     )
@@ -164,7 +166,7 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
 
 def _fit(config: EngineConfig, model: DecoderConfig, shape: KVShape, cache_bytes: int) -> int:
     """The longest request that model and cache can serve; refuses one that the user asked for and that does not fit."""
-    block_bytes = shape.block_bytes(KV_DTYPE.itemsize)
+    block_bytes = shape.block_bytes(KV_DTYPES[config.kv_cache_dtype].itemsize)
     num_tokens = cache_bytes // block_bytes * config.block_size
     return fit_model_len(
         config.max_model_len, model.max_position_embeddings, num_tokens, block_bytes // config.block_size

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from forerun.spec.config import SpeculativeConfig
 
 THREADS_A_CORE = 4  # more only fight each other
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
 COUNTS = (
     "max_model_len",
     "max_num_seqs",
@@ -40,6 +41,7 @@ class EngineConfig:
         max_num_batched_tokens: most tokens in one step, drafted ones included; longer prompts are computed in chunks.
         max_num_waiting: most requests that wait in a server; one more is refused.
         kv_cache_memory_bytes: memory for KV blocks; None: a quarter of what is free after loading.
+        kv_cache_dtype: of keys and values, "float32" or "bfloat16", which halves their memory; "auto": float32.
         block_size: tokens a block.
         enable_prefix_caching: keep full blocks of finished requests for prompts that begin alike.
         num_threads: threads of the CPU's kernels; None: PyTorch's own choice.
@@ -57,6 +59,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_num_waiting: int = 4096
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
     block_size: int = 16
     enable_prefix_caching: bool = True
     num_threads: int | None = None
@@ -74,6 +77,10 @@ class EngineConfig:
             raise ConfigError(f"device={self.device!r} is not served yet: use 'cpu'")
         if self.dtype not in ("auto", "float32"):
             raise ConfigError(f"dtype={self.dtype!r} is not served on a CPU yet: use 'auto' or 'float32'")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is not served on a CPU: use {' or '.join(KV_CACHE_DTYPES)}"
+            )
         if self.quantization not in (None, "int8"):
             raise ConfigError(f"quantization={self.quantization!r} is not served: use 'int8' or leave it out")
         if self.quantization is not None and self.dtype == "float32":

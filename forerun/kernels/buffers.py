@@ -22,18 +22,19 @@ def allocate(num_bytes: int) -> Tensor:
     freed when the last of them is."""
     global _block
     if num_bytes > BLOCK // 4:
-        return _fresh(num_bytes)
+        return _fresh(num_bytes).zero_()
     size = num_bytes + -num_bytes % ALIGNMENT
     if size > _block.numel():
         _block = _fresh(BLOCK)
     buffer, _block = _block[:num_bytes], _block[size:]
-    return buffer
+    return buffer.zero_()  # what nobody asks for is never touched, and takes no memory
 
 
 def _fresh(num_bytes: int) -> Tensor:
+    """Not written to yet: the system makes pages when they are, large ones after the advice."""
     memory = torch.empty(num_bytes + PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % PAGE
     buffer = memory[start : start + num_bytes]
     if native.available():
         native.extension().advise_large_pages(buffer.data_ptr(), num_bytes)
-    return buffer.zero_()  # after the advice: pages are made when they are first written
+    return buffer

@@ -52,7 +52,7 @@ def fit_model_len(wanted: int | None, model_limit: int, num_tokens: int, token_b
 
 
 def start_up_lines(
-    *, load_bytes: int, load_time_s: float, kv_bytes: int, num_tokens: int, max_model_len: int
+    *, load_bytes: int, load_time_s: float, kv_bytes: int, kv_dtype: str, num_tokens: int, max_model_len: int
 ) -> list[str]:
     """What operators grep for, in the form that they know."""
     return [
@@ -60,4 +60,5 @@ def start_up_lines(
         f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB",
         f"CPU KV cache size: {num_tokens:,} tokens, Maximum concurrency for {max_model_len:,} tokens per request: "
         f"{num_tokens / max_model_len:.2f}x",
+        f"KV cache dtype: {kv_dtype}, {kv_bytes // num_tokens:,} bytes per token",
     ]

@@ -116,6 +116,13 @@ class GgufFile:
         row_bytes = tensor.row_bytes
         return np.frombuffer(self._data, np.uint8, num_rows * row_bytes, tensor.offset + first_row * row_bytes)
 
+    def unload(self, name: str) -> None:
+        """Take a tensor's pages out of the process: for who has copied it. It can be read again, from the file."""
+        tensor = self.tensors[name]
+        start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.num_bytes - start)
+
     def _read_header(self) -> None:
         (version,) = self._unpack("<I")
         if version not in VERSIONS:

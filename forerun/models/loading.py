@@ -34,7 +34,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.families import GGUF_FAMILIES, family_of
 from forerun.models.families.base import ROPE_FACTORS, Family, GgufHeader, Slot, Values
 from forerun.models.gguf_file import GgufFile, can_dequantize, row_chunks
-from forerun.models.layers import Weight
+from forerun.models.layers import Weight, activation_terms
 
 logger = logging.getLogger(__name__)
 
@@ -394,10 +394,14 @@ def _gguf_pack(file: GgufFile, name: str, first: int, num_rows: int) -> Pack:
         tensor = file.tensors[name]
         if packed_kind(tensor.kind) == weight.kind or tensor.kind in FLOATING.values():
             weight.fill(_of_numpy(file.raw(name, first, num_rows)), tensor.kind, first_row, order)
+            file.unload(name)
             return
         with _naming(file.path):
             _check_kind(file, name)
-        weight.fill_floats(_of_numpy(file.read(name, first, num_rows)), first_row, order)
+        chunk = num_rows if order is not None else max(1, CHUNK_ELEMENTS // tensor.shape[-1])  # an order is of all rows
+        for start, count in row_chunks(num_rows, chunk):
+            weight.fill_floats(_of_numpy(file.read(name, first + start, count)), first_row + start, order)
+        file.unload(name)
 
     return pack
 
@@ -416,6 +420,7 @@ def _gguf_fill(file: GgufFile, name: str, start: int = 0) -> Fill:
         rows = target if target.dim() > 1 else target.unsqueeze(0)
         for first, num_rows in row_chunks(rows.shape[0], max(1, CHUNK_ELEMENTS // rows[0].numel())):
             _write(file.read(name, start + first, num_rows), rows[first : first + num_rows])
+        file.unload(name)
 
     return fill
 
@@ -459,7 +464,8 @@ def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, kind_for: KindFor 
     for tensor, pieces in packed.items():
         bias = weights.get(f"{tensor}_bias")
         assert bias is None or isinstance(bias, Tensor)
-        weights[tensor] = pieces[0] if tensor == "embedding" else PackedLinear(pieces, bias)
+        packed_linear = tensor != "embedding"
+        weights[tensor] = PackedLinear(pieces, bias, activation_terms(tensor)) if packed_linear else pieces[0]
     return weights
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import CheckpointError, ConfigError, RequestError
+from forerun.memory.heap import trim_heap
 from forerun.models.builtin import resolve_model
 from forerun.models.gguf_file import GgufFile
 
@@ -45,9 +46,9 @@ def load_tokenizer(model: str, tokenizer: str | None = None) -> Tokenizer:
     """
     path = resolve_model(tokenizer if tokenizer is not None else model)
     try:
-        if path.is_file():
-            return _load_gguf(path)
-        return _load_directory(path)
+        loaded = _load_gguf(path) if path.is_file() else _load_directory(path)
+        trim_heap()
+        return loaded
     except ConfigError:
         raise
     except Exception as error:  # transformers raises whatever its readers met: OSError, ValueError, KeyError, ...

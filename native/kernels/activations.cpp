@@ -98,13 +98,23 @@ void quantize_group(const float* x, ActivationGroup& group, int lane) {
   group.minus_half_sum[1][lane] = static_cast<std::int16_t>(sums.first_half - sums.all);
 }
 
-void quantize(const float* x, std::int64_t k, ActivationGroup* tile, int lane) {
+void quantize_terms(const float* x, int terms, ActivationGroup& group, int lane) {
+  quantize_group(x, group, lane);
+  if (terms == 1) return;
+  float rest[group_size];
+  for (int i = 0; i < group_size; ++i) {
+    rest[i] = x[i] - static_cast<float>(group.values[lane][i]) * group.scale[lane];
+  }
+  quantize_group(rest, group, lane + 1);
+}
+
+void quantize(const float* x, std::int64_t k, int terms, ActivationGroup* tile, int lane) {
   std::int64_t whole = k / group_size, all = num_groups(k);
-  for (std::int64_t g = 0; g < whole; ++g) quantize_group(x + g * group_size, tile[g], lane);
+  for (std::int64_t g = 0; g < whole; ++g) quantize_terms(x + g * group_size, terms, tile[g], lane);
   for (std::int64_t g = whole; g < all; ++g) {
-    float rest[group_size] = {};
-    if (g == whole) std::memcpy(rest, x + g * group_size, (k - g * group_size) * sizeof(float));
-    quantize_group(rest, tile[g], lane);
+    float last[group_size] = {};
+    if (g == whole) std::memcpy(last, x + g * group_size, (k - g * group_size) * sizeof(float));
+    quantize_terms(last, terms, tile[g], lane);
   }
 }
 

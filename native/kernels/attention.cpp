@@ -6,7 +6,7 @@ namespace forerun::FORERUN_ISA {
 
 namespace {
 
-#if defined(FORERUN_ISA_avx2)
+#if defined(FORERUN_ISA_avx2) || defined(FORERUN_ISA_avxvnni)
 constexpr int max_queries = 4, max_sums = 4;  // at once; a sum takes two of 16 registers
 #elif defined(FORERUN_ISA_portable)
 constexpr int max_queries = 1, max_sums = 1;

@@ -73,7 +73,7 @@ struct Q6KFormat {
   }
 };
 
-#if defined(FORERUN_ISA_avx512vnni)
+#if defined(FORERUN_VNNI)
 using Q80Format = PairFormat<Q80Record, 8, 7, false>;  // dot() works on value + 128
 #else
 using Q80Format = PairFormat<Q80Record, 8, 0, false>;

@@ -13,13 +13,20 @@
 
 #define FORERUN_INLINE inline __attribute__((always_inline))
 
+#if defined(FORERUN_ISA_avx2) || defined(FORERUN_ISA_avxvnni)
+#define FORERUN_256_BITS
+#endif
+#if defined(FORERUN_ISA_avx512vnni) || (defined(FORERUN_ISA_avxvnni) && defined(FORERUN_AVXVNNI))
+#define FORERUN_VNNI
+#endif
+
 namespace forerun::FORERUN_ISA {
 
 namespace {
 
 // Compilers reorder sums of integers so that all products are there before the first is added: more than registers
 // hold. A sum that has gone through this is made in its place.
-#if defined(FORERUN_ISA_avx2)
+#if defined(FORERUN_256_BITS)
 #define FORERUN_PINNED "+x"
 #else
 #define FORERUN_PINNED "+v"
@@ -127,7 +134,7 @@ __attribute__((noinline)) void dot_row(const std::uint8_t* quants, const std::in
   }
 }
 
-// As below, for avx512vnni; 8 bits have no offset here.
+// As below, for VNNI; 8 bits have no offset here.
 template <int bits, int offset_shift, int first_quad, int quads, int rows, class Values, class MinusSum>
 FORERUN_INLINE void dot(const std::uint8_t* quants, const Values& x, const MinusSum& minus_sum,
                         Ints (&sums)[rows][parts]) {
@@ -137,7 +144,7 @@ FORERUN_INLINE void dot(const std::uint8_t* quants, const Values& x, const Minus
   }
 }
 
-#elif defined(FORERUN_ISA_avx2)
+#elif defined(FORERUN_256_BITS)  // avx2, avxvnni
 
 inline constexpr int parts = 2;
 inline constexpr int rows_at_once = 4;  // 16 registers: 8 sums, 2 of weights, x, constants
@@ -192,6 +199,14 @@ FORERUN_INLINE Ints pair_sums(Ints unsigned_bytes, Ints signed_bytes) {
   return _mm256_maddubs_epi16(unsigned_bytes, signed_bytes);
 }
 FORERUN_INLINE Ints widen(Ints words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
+
+FORERUN_INLINE Ints zero_ints() { return _mm256_setzero_si256(); }
+FORERUN_INLINE Ints plus_128(Ints bytes) { return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)); }
+#if defined(FORERUN_VNNI)
+FORERUN_INLINE Ints add_products(Ints sum, Ints unsigned_bytes, Ints signed_bytes) {
+  return _mm256_dpbusd_avx_epi32(sum, unsigned_bytes, signed_bytes);
+}
+#endif
 
 // |w| and x * sign(w): the product of signed bytes as one of unsigned and signed ones.
 struct Signed {
@@ -256,6 +271,14 @@ FORERUN_INLINE Ints pair_sums(Ints unsigned_bytes, Ints signed_bytes) {
 }
 FORERUN_INLINE Ints widen(Ints words) { return _mm512_madd_epi16(words, _mm512_set1_epi16(1)); }
 
+FORERUN_INLINE Ints zero_ints() { return _mm512_setzero_si512(); }
+FORERUN_INLINE Ints plus_128(Ints bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
+#if defined(FORERUN_VNNI)
+FORERUN_INLINE Ints add_products(Ints sum, Ints unsigned_bytes, Ints signed_bytes) {
+  return _mm512_dpbusd_epi32(sum, unsigned_bytes, signed_bytes);
+}
+#endif
+
 struct Signed {
   Ints absolute;
   __mmask64 negative;
@@ -295,7 +318,7 @@ FORERUN_INLINE constexpr int quad_at(int first_quad, int q, int quads) {
 
 #endif
 
-#if defined(FORERUN_ISA_avx512vnni)
+#if defined(FORERUN_VNNI)
 
 // For each row and output: the sum of (weight - offset) * x over quads first_quad .. first_quad + quads - 1 of a group.
 // x(r): the row's values; minus_sum(r): minus their sum over these quads. The offset is 1 << offset_shift, or none at 0;
@@ -304,16 +327,25 @@ template <int bits, int offset_shift, int first_quad, int quads, int rows, class
 FORERUN_INLINE void dot(const std::uint8_t* quants, const Values& x, const MinusSum& minus_sum,
                         Ints (&sums)[rows][parts]) {
   for (int r = 0; r < rows; ++r) {
-    sums[r][0] = offset_shift ? shift_left(broadcast32(minus_sum(r)), offset_shift) : _mm512_setzero_si512();
+    Ints start = offset_shift ? shift_left(broadcast32(minus_sum(r)), offset_shift) : zero_ints();
+    for (int part = 0; part < parts; ++part) sums[r][part] = start;
   }
 #pragma GCC unroll 8
   for (int q = 0; q < quads; ++q) {
     int quad = quad_at<bits>(first_quad, q, quads);
-    Ints weights = load_quad<bits>(quants, quad, 0);
-    if constexpr (bits == 8) weights = _mm512_xor_si512(weights, _mm512_set1_epi8(-128));  // + 128
+    Ints weights[parts];
+#pragma GCC unroll 2
+    for (int part = 0; part < parts; ++part) {
+      weights[part] = load_quad<bits>(quants, quad, part);
+      if constexpr (bits == 8) weights[part] = plus_128(weights[part]);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
-      sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], weights, broadcast_quad(x(r) + 4 * quad));
+      Ints values = broadcast_quad(x(r) + 4 * quad);
+#pragma GCC unroll 2
+      for (int part = 0; part < parts; ++part) {
+        sums[r][part] = add_products(sums[r][part], weights[part], values);
+      }
     }
   }
 }
@@ -370,7 +402,7 @@ FORERUN_INLINE void dot_unsigned(const std::uint8_t* quants, const Values& x, In
   }
 }
 
-// As above, for avx512vnni; 8 bits have no offset here.
+// As above, for VNNI; 8 bits have no offset here.
 template <int bits, int offset_shift, int first_quad, int quads, int rows, class Values, class MinusSum>
 FORERUN_INLINE void dot(const std::uint8_t* quants, const Values& x, const MinusSum& minus_sum,
                         Ints (&sums)[rows][parts]) {

@@ -122,7 +122,7 @@ FORERUN_INLINE float largest(__m256 a) {
   return _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, 1)));
 }
 
-#if defined(FORERUN_ISA_avx2)
+#if defined(FORERUN_ISA_avx2) || defined(FORERUN_ISA_avxvnni)
 
 struct Vector {
   __m256 low, high;

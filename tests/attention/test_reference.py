@@ -20,14 +20,20 @@ MakeBackend = Callable[..., AttentionBackend]
 BACKENDS = [ReferenceAttention, *([NativeAttention] if native.available() else [])]
 
 
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def cache_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> MakeBackend:
+def backend(request: pytest.FixtureRequest, cache_dtype: torch.dtype) -> MakeBackend:
     def make(window: int | None = None, softcap: float | None = None, scale: float = DIM**-0.5) -> AttentionBackend:
         """Of two layers; the window is the second's."""
         shape = KVShape(num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=BLOCK)
         spec = AttentionSpec(shape, HEADS, scale, softcap, (None, window))
-        pool = torch.zeros(80 * shape.block_bytes(4), dtype=torch.uint8)
-        made: AttentionBackend = request.param(spec, pool, torch.float32)
+        pool = torch.zeros(80 * shape.block_bytes(cache_dtype.itemsize), dtype=torch.uint8)
+        made: AttentionBackend = request.param(spec, pool, cache_dtype)
         return made
 
     return make
@@ -62,8 +68,10 @@ def random_qkv(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 17, KEY_TILE - 1, KEY_TILE, KEY_TILE + 1, 700])
-def test_equals_torch_attention(backend: MakeBackend, length: int) -> None:
-    query, key, value = qkv = random_qkv(length)
+def test_equals_torch_attention(backend: MakeBackend, cache_dtype: torch.dtype, length: int) -> None:
+    """On keys and values as the cache rounds them."""
+    qkv = random_qkv(length)
+    query, key, value = qkv[0], *(x.to(cache_dtype).float() for x in qkv[1:])
     table = torch.randperm(80)[: -(-length // BLOCK)].tolist()
     got = step(backend(), qkv, table, 0, length)
     expected = F.scaled_dot_product_attention(
@@ -142,12 +150,12 @@ def test_path_of_a_tree_has_the_bits_of_a_chain(backend: MakeBackend, window: in
         assert torch.equal(out[b::2], expected[b])
 
 
-def test_move_copies_a_path_in_all_layers(backend: MakeBackend) -> None:
+def test_move_copies_a_path_in_all_layers(backend: MakeBackend, cache_dtype: torch.dtype) -> None:
     attention = backend()
     qkv = random_qkv(8)
     step(attention, qkv, [3], 0, 8)
     attention.move([3 * BLOCK + 5, 3 * BLOCK + 7], [3 * BLOCK + 1, 3 * BLOCK + 2])
     for layer, (source, target) in itertools.product(range(2), [(5, 1), (7, 2)]):
         key, value = stored(attention, 3, layer, target)
-        assert torch.equal(key, qkv[1][source])
-        assert torch.equal(value, qkv[2][source])
+        assert torch.equal(key, qkv[1][source].to(cache_dtype))
+        assert torch.equal(value, qkv[2][source].to(cache_dtype))

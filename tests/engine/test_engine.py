@@ -57,6 +57,7 @@ def test_refuses_an_id_that_is_in_use(tiny_model: Path) -> None:
         ({"num_threads": 100_000}, r"num_threads must be in \[1, \d+\] on this machine, got 100000"),
         ({"device": "cuda"}, "'cuda' is not served yet"),
         ({"dtype": "float16"}, "'float16' is not served"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not served on a CPU: use auto or float32 or bfloat16"),
     ],
 )
 def test_refuses_settings_in_one_line(tiny_model: Path, settings: dict[str, object], message: str) -> None:
@@ -79,6 +80,14 @@ def test_start_up_says_what_memory_goes_where(tiny_model: Path) -> None:
     assert lines[0].startswith("Model loading took 0.00 GiB memory and ")
     assert lines[1] == "Available KV cache memory: 0.01 GiB"
     assert lines[2] == "CPU KV cache size: 16,384 tokens, Maximum concurrency for 256 tokens per request: 64.00x"
+    token_bytes = 8 * 2**20 // 16384
+    assert lines[3] == f"KV cache dtype: float32, {token_bytes} bytes per token"
+
+
+def test_a_bfloat16_cache_holds_twice_the_tokens(tiny_model: Path) -> None:
+    wide, narrow = (make_engine(tiny_model, kv_cache_dtype=dtype).info() for dtype in ("float32", "bfloat16"))
+    assert narrow.kv_cache_tokens == 2 * wide.kv_cache_tokens
+    assert "KV cache dtype: bfloat16, 256 bytes per token" in narrow.log_lines
 
 
 def test_an_abort_frees_everything_at_once(tiny_model: Path) -> None:

@@ -41,9 +41,16 @@ def record_rows(engine: Engine) -> dict[tuple[int, int], list[Tensor]]:
     return rows
 
 
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def kv_cache_dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def alone(tiny_model: Path) -> tuple[dict[tuple[int, int], list[Tensor]], dict[tuple[int, ...], list[int]]]:
-    engine = make_engine(tiny_model, enable_prefix_caching=False)
+def alone(
+    tiny_model: Path, kv_cache_dtype: str
+) -> tuple[dict[tuple[int, int], list[Tensor]], dict[tuple[int, ...], list[int]]]:
+    engine = make_engine(tiny_model, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype)
     rows = record_rows(engine)
     results = run(engine, WORK, together=False)
     assert len({len(prompt) for prompt, _ in WORK}) == len(WORK), "prompt lengths tell the requests apart"
@@ -56,7 +63,9 @@ def alone(tiny_model: Path) -> tuple[dict[tuple[int, int], list[Tensor]], dict[t
     [{}, {"max_num_batched_tokens": 13, "max_num_seqs": 3}, {"block_size": 8}],
     ids=["wide", "chunks", "blocks"],
 )
-def test_bits_of_a_row(alone: Any, tiny_model: Path, length: int, settings: dict[str, Any], num_threads: int) -> None:
+def test_bits_of_a_row(
+    alone: Any, tiny_model: Path, kv_cache_dtype: str, length: int, settings: dict[str, Any], num_threads: int
+) -> None:
     expected, texts = alone
     continuation = oracle(texts)
     rng = random.Random(length)
@@ -69,6 +78,7 @@ def test_bits_of_a_row(alone: Any, tiny_model: Path, length: int, settings: dict
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
+        settings = {"kv_cache_dtype": kv_cache_dtype} | settings
         engine = make_engine(tiny_model, ScriptedProposer(script), length=length, **settings)
         rows = record_rows(engine)
         for _ in range(2):  # the second time prompts come from the prefix cache

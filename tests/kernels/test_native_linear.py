@@ -30,6 +30,7 @@ TYPES = [
 ]  # one for each packed kind
 
 all_types = pytest.mark.parametrize("ggml_type", TYPES, ids=lambda t: t.name)
+all_terms = pytest.mark.parametrize("terms", [1, 2])
 all_isas = pytest.mark.parametrize("isa", native.isas())
 
 
@@ -39,17 +40,19 @@ def test_the_types_of_this_file_are_all_kinds() -> None:
 
 @all_types
 @all_isas
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 70])
-def test_a_product_is_that_of_the_plain_twin(ggml_type: GGMLQuantizationType, isa: str, num_rows: int) -> None:
+@pytest.mark.parametrize(("num_rows", "terms"), [(1, 1), (3, 1), (8, 1), (70, 1), (1, 2), (3, 2), (70, 2)])
+def test_a_product_is_that_of_the_plain_twin(
+    ggml_type: GGMLQuantizationType, isa: str, num_rows: int, terms: int
+) -> None:
     weight, x = packed(ggml_type, 45, 512), rows(num_rows, 512)
     values = weight.dequantize()
     bias = torch.randn(45, generator=torch.Generator().manual_seed(2))
     if weight.kind == "bf16":
         expected = (x.double() @ values.double().T + bias).float()
     else:
-        expected = quantized_linear(x, values, bias)
+        expected = quantized_linear(x, values, bias, terms)
     with native.use(isa=isa):
-        y = PackedLinear([weight], bias)(x)
+        y = PackedLinear([weight], bias, terms)(x)
     # float32 sums of 16 groups, or of 512 products: each rounds by 2^-24 of a sum of at most sum |x w|
     scale = (x.abs() @ values.abs().T).max().item()
     torch.testing.assert_close(y, expected, rtol=0, atol=32 * 2**-24 * scale)
@@ -57,8 +60,11 @@ def test_a_product_is_that_of_the_plain_twin(ggml_type: GGMLQuantizationType, is
 
 @all_types
 @all_isas
-def test_the_first_rows_have_the_same_bits_at_every_row_count(ggml_type: GGMLQuantizationType, isa: str) -> None:
-    linear, x = PackedLinear([packed(ggml_type, 23, 256)]), rows(70, 256)
+@all_terms
+def test_the_first_rows_have_the_same_bits_at_every_row_count(
+    ggml_type: GGMLQuantizationType, isa: str, terms: int
+) -> None:
+    linear, x = PackedLinear([packed(ggml_type, 23, 256)], terms=terms), rows(70, 256)
     with native.use(isa=isa):
         expected = linear(x)
         for count in range(1, 70):
@@ -67,8 +73,11 @@ def test_the_first_rows_have_the_same_bits_at_every_row_count(ggml_type: GGMLQua
 
 @all_types
 @all_isas
-def test_a_row_has_the_same_bits_at_every_place_beside_any_rows(ggml_type: GGMLQuantizationType, isa: str) -> None:
-    linear, x = PackedLinear([packed(ggml_type, 40, 768)]), rows(64, 768)
+@all_terms
+def test_a_row_has_the_same_bits_at_every_place_beside_any_rows(
+    ggml_type: GGMLQuantizationType, isa: str, terms: int
+) -> None:
+    linear, x = PackedLinear([packed(ggml_type, 40, 768)], terms=terms), rows(64, 768)
     rng = random.Random(0)
     with native.use(isa=isa):
         expected = linear(x)
@@ -79,8 +88,11 @@ def test_a_row_has_the_same_bits_at_every_place_beside_any_rows(ggml_type: GGMLQ
 
 @all_types
 @pytest.mark.parametrize(("n", "k"), [(1, 256), (16, 512), (333, 1536), (2048, 256)])
-def test_threads_and_instruction_sets_do_not_change_a_bit(ggml_type: GGMLQuantizationType, n: int, k: int) -> None:
-    linear, x = PackedLinear([packed(ggml_type, n, k)]), rows(13, k)
+@all_terms
+def test_threads_and_instruction_sets_do_not_change_a_bit(
+    ggml_type: GGMLQuantizationType, n: int, k: int, terms: int
+) -> None:
+    linear, x = PackedLinear([packed(ggml_type, n, k)], terms=terms), rows(13, k)
     with native.use(isa="portable", num_threads=1):
         expected = linear(x)
     for isa in native.isas():
@@ -176,6 +188,18 @@ def fill_quants(weight: PackedWeight) -> None:
     quants[:, :, 1::2] = 128 if bits == 8 else 0
 
 
+@all_isas
+def test_two_terms_keep_fifteen_bits(isa: str) -> None:
+    """Of a group's largest value: half a step of a step, 1 / (2 * 127 * 127 * 2), rounding of the parts aside."""
+    one_hot = PackedLinear([PackedWeight.of_floats(torch.eye(128) * 127, "q8_0")], terms=2)  # scale 1: all is exact
+    x = rows(9, 128)
+    with native.use(isa=isa):
+        y = one_hot(x) / 127
+    largest = x.view(9, 4, 32).abs().amax(-1, keepdim=True).expand(9, 4, 32).reshape(9, 128)
+    assert ((y - x).abs() <= largest * (1.01 / (4 * 127**2))).all()
+    assert ((y - x).abs() > largest * 2**-20).any(), "terms of more bits than promised: the test proves nothing"
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     weight = packed(GGMLQuantizationType.Q8_0, 16, 64)
     linear = PackedLinear([weight])
@@ -186,6 +210,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         linear(torch.zeros(2, 64), torch.zeros(2, 15))
     with pytest.raises(ValueError, match="bias"):
         PackedLinear([weight], torch.zeros(15))
+    with pytest.raises(ValueError, match="one or two terms"):
+        PackedLinear([weight], terms=3)
     with pytest.raises(ValueError, match="different K"):
         PackedLinear([weight, packed(GGMLQuantizationType.Q8_0, 16, 128)])
     assert linear(torch.zeros(0, 64)).shape == (0, 16)

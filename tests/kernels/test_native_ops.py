@@ -32,14 +32,14 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def packed(n: int, k: int, kinds: tuple[str, ...] = ("q8_0",), bias: bool = True) -> PackedLinear:
+def packed(n: int, k: int, kinds: tuple[str, ...] = ("q8_0",), bias: bool = True, terms: int = 1) -> PackedLinear:
     """n outputs shared out among the kinds."""
     share = n // len(kinds)
     sizes = [*[share] * (len(kinds) - 1), n - share * (len(kinds) - 1)]
     weights = [
         PackedWeight.of_floats(torch.randn(size, k) * k**-0.5, kind) for size, kind in zip(sizes, kinds, strict=True)
     ]
-    return PackedLinear(weights, torch.randn(n) if bias else None)
+    return PackedLinear(weights, torch.randn(n) if bias else None, terms)
 
 
 def twin(x: Tensor, linear: PackedLinear) -> Tensor:
@@ -48,7 +48,7 @@ def twin(x: Tensor, linear: PackedLinear) -> Tensor:
     for weight in linear.weights:
         values = weight.dequantize()
         exact = weight.kind == "bf16"
-        columns.append((x.double() @ values.double().T).float() if exact else quantized_linear(x, values))
+        columns.append((x.double() @ values.double().T).float() if exact else quantized_linear(x, values, terms=linear.terms))
     y = torch.cat(columns, 1)
     return y if linear.bias is None else y + linear.bias
 
@@ -128,8 +128,9 @@ def test_rms_norm(width: int) -> None:
 
 @pytest.mark.parametrize("kinds", KINDS, ids="+".join)
 @pytest.mark.parametrize(("n", "k"), [(96, 64), (48, 576), (75, 100)])
-def test_norm_linear(n: int, k: int, kinds: tuple[str, ...]) -> None:
-    x, weight, linear = torch.randn(70, k), torch.randn(k), packed(n, k, kinds)
+@pytest.mark.parametrize("terms", [1, 2])
+def test_norm_linear(n: int, k: int, kinds: tuple[str, ...], terms: int) -> None:
+    x, weight, linear = torch.randn(70, k), torch.randn(k), packed(n, k, kinds, terms=terms)
     y = fused.norm_linear(x, weight, EPS, linear)
     assert torch.equal(y, linear(fused.rms_norm(x, weight, EPS)))
     torch.testing.assert_close(y, twin(fused.rms_norm(x, weight, EPS), linear), rtol=1e-4, atol=1e-4)
@@ -153,9 +154,10 @@ def merges(width: int) -> dict[str, fused.Merge]:
 
 @pytest.mark.parametrize("merge", merges(1))
 @pytest.mark.parametrize("kinds", KINDS, ids="+".join)
-def test_linear_add(kinds: tuple[str, ...], merge: str) -> None:
+@pytest.mark.parametrize("terms", [1, 2])
+def test_linear_add(kinds: tuple[str, ...], merge: str, terms: int) -> None:
     k, n = 100, 75
-    both, linear, how = torch.randn(70, k + n), packed(n, k, kinds), merges(n)[merge]
+    both, linear, how = torch.randn(70, k + n), packed(n, k, kinds, terms=terms), merges(n)[merge]
 
     def add(rows: Tensor) -> Tensor:  # a row holds its x and its residual
         rows = rows.clone()

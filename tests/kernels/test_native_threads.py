@@ -74,7 +74,7 @@ held = array.array("B", weights)
 start = held.buffer_info()[0] + -held.buffer_info()[0] % 64
 x, y = array.array("f", [1.0] * rows * k), array.array("f", [0.0] * rows * n)
 native.set_num_threads(3)
-linear = native.Linear(k, [("bf16", start, n, bias.buffer_info()[0])])
+linear = native.Linear(k, [("bf16", start, n, bias.buffer_info()[0])], 1)
 
 def right():
     for _ in range(20):
