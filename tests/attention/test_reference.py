@@ -63,15 +63,22 @@ def step(
     return out[1]
 
 
-def random_qkv(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def random_qkv(length: int) -> QKV:
     return torch.randn(length, HEADS, DIM), torch.randn(length, KV_HEADS, DIM), torch.randn(length, KV_HEADS, DIM)
+
+
+def as_cached(qkv: QKV, dtype: torch.dtype) -> QKV:
+    """With keys and values as the cache rounds them."""
+    return qkv[0], qkv[1].to(dtype).float(), qkv[2].to(dtype).float()
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 17, KEY_TILE - 1, KEY_TILE, KEY_TILE + 1, 700])
 def test_equals_torch_attention(backend: MakeBackend, cache_dtype: torch.dtype, length: int) -> None:
-    """On keys and values as the cache rounds them."""
     qkv = random_qkv(length)
-    query, key, value = qkv[0], *(x.to(cache_dtype).float() for x in qkv[1:])
+    query, key, value = as_cached(qkv, cache_dtype)
     table = torch.randperm(80)[: -(-length // BLOCK)].tolist()
     got = step(backend(), qkv, table, 0, length)
     expected = F.scaled_dot_product_attention(
@@ -98,16 +105,16 @@ WINDOWS = [1, 2, 100, 127, 128, 129, 256, 300, 599, 600, 10_000]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_window_hides_what_lies_before_it(backend: MakeBackend, window: int) -> None:
+def test_a_window_hides_what_lies_before_it(backend: MakeBackend, cache_dtype: torch.dtype, window: int) -> None:
     torch.manual_seed(window)
-    qkv = random_qkv(600)
+    qkv = as_cached(random_qkv(600), cache_dtype)
     got = step(backend(window), qkv, torch.randperm(80)[:38].tolist(), 0, 600)
     torch.testing.assert_close(got, windowed(qkv, window, None), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_scores_are_scaled_and_capped(backend: MakeBackend, window: int | None) -> None:
-    qkv = random_qkv(300)
+def test_scores_are_scaled_and_capped(backend: MakeBackend, cache_dtype: torch.dtype, window: int | None) -> None:
+    qkv = as_cached(random_qkv(300), cache_dtype)
     got = step(backend(window, 1.5, 0.7), qkv, list(range(20)), 0, 300)
     torch.testing.assert_close(got, windowed(qkv, window, 1.5, 0.7), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(got, windowed(qkv, window, None, 0.7), atol=0.1), "the cap must matter"
