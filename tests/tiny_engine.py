@@ -24,9 +24,9 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 8}
 HEAD_SCALE = 3.0
 
 
-def save_tiny_target(folder: Path, seed: int = 0, **sizes: Any) -> Path:
+def save_tiny_target(folder: Path, seed: int = 0, family: str = "llama", **sizes: Any) -> Path:
     model = hf_model(
-        "llama",
+        family,
         seed,
         **{
             "vocab_size": VOCAB_SIZE,

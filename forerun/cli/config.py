@@ -74,7 +74,7 @@ def check_model(model: str) -> None:
 
     if model in BUILTIN_MODELS and not Path(model).exists():
         return
-    path = resolve_model(model)
+    path = resolve_model(model, weights=False)
     from forerun.models.loading import read_config  # brings torch, which nothing else here needs
 
     read_config(path)

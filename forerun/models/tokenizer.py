@@ -39,12 +39,12 @@ class Spelling(enum.Enum):
 
 
 def load_tokenizer(model: str, tokenizer: str | None = None) -> Tokenizer:
-    """The tokenizer of `model`, or the one that `tokenizer` names: a directory, a .gguf file or a built-in name.
+    """The tokenizer of `model`, or the one that `tokenizer` names: anything that `resolve_model` takes.
 
     Raises:
         ConfigError: nothing there, or nothing that can be read; one line.
     """
-    path = resolve_model(tokenizer if tokenizer is not None else model)
+    path = resolve_model(tokenizer if tokenizer is not None else model, weights=False)
     try:
         loaded = _load_gguf(path) if path.is_file() else _load_directory(path)
         trim_heap()

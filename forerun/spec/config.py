@@ -375,6 +375,11 @@ def _check_draft_model(config: MethodConfig) -> None:
                 f'{name}=true does not go with draft_sample_method="{config.draft_sample_method}": such drafts are '
                 "greedy"
             )
+    if config.min_draft_tokens and config.draft_sample_method == "probabilistic":
+        refuse(
+            f'draft_min_tokens={config.min_draft_tokens} does not go with draft_sample_method="probabilistic": which '
+            "drafts are dropped would depend on what was drawn, and the text would lose the target's law"
+        )
     if config.parallel_drafting and config.use_heterogeneous_vocab:
         refuse("parallel_drafting=true and use_heterogeneous_vocab=true exclude each other: leave one out")
 

@@ -541,7 +541,7 @@ def _model_keys() -> Iterable[Key]:
         choices=(
             Choice("auto", "the target's", Status.SERVED),
             Choice("float32", "4 bytes a number", Status.SERVED),
-            Choice("bfloat16", "2 bytes a number"),
+            Choice("bfloat16", "2 bytes a number", Status.SERVED),
             Choice("float16", "2 bytes a number"),
             Choice("fp8", "1 byte a number"),
         ),

@@ -183,13 +183,17 @@ def test_bits_do_not_depend_on_chunks_threads_or_instruction_set(family: str, ki
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_a_real_model_do_not_depend_on_chunks_threads_or_instruction_set(dtype: torch.dtype) -> None:
-    decoder = load_model(resolve_model("smollm2-135m"), packed=True, max_positions=256)
-    tokens = torch.randint(100, 40_000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-    whole = Cache(decoder, 16, dtype).logits(tokens)
-    sizes_of = itertools.cycle([[70, 1, 1, 1, 127], [5, 195], [64, 8, 33, 4, 91], [1] * 10 + [190]])
+@pytest.mark.parametrize(("name", "length"), [("smollm2-135m", 200), ("gemma3-270m", 600)])  # past Gemma's window, 512
+def test_bits_of_a_real_model_do_not_depend_on_chunks_threads_or_instruction_set(
+    name: str, length: int, dtype: torch.dtype
+) -> None:
+    decoder = load_model(resolve_model(name), packed=True, max_positions=1024)
+    tokens = torch.randint(100, 40_000, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    rest = length - 200
+    whole = Cache(decoder, 40, dtype).logits(tokens)
+    sizes_of = itertools.cycle([[70, 1, 1, 1, 127, rest], [5, 195 + rest], [64 + rest, 8, 33, 4, 91], [1] * 10 + [999]])
     for isa, threads in itertools.product([isa for isa in native.isas() if isa != "portable"], (1, 2, 4)):
-        cache, pieces = Cache(decoder, 16, dtype), []
+        cache, pieces = Cache(decoder, 40, dtype), []
         with native.use(isa=isa, num_threads=threads):
             for part, start in chunks(tokens, iter(next(sizes_of))):
                 pieces.append(cache.logits(part, start))

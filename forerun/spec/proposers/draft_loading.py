@@ -34,7 +34,7 @@ def load_draft_model(config: MethodConfig, target: TargetInfo, name: str) -> Dra
         ConfigError: no such model, or one that does not fit: another tokenizer, too long a context asked for.
     """
     assert config.model is not None
-    path = resolve_model(config.model)
+    path = resolve_model(config.model, revision=config.revision)
     draft = read_config(path)
     notes: list[str] = []
     max_len = _context(config, draft, target, notes)
