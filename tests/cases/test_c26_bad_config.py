@@ -153,7 +153,8 @@ class Serving:
         return code
 
 
-GIVEN = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+TABLE = "num_speculative_tokens_per_batch_size"
+GIVEN = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, TABLE: [[8, 16, 1], [1, 4, 3]]}
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +180,11 @@ def test_a_valid_configuration_is_echoed_in_full_and_readable_from_the_server(se
         "prompt_lookup_min": 4,
         "prompt_lookup_max": 4,
         "rejection_sample_method": "match",
+        TABLE: [[1, 7, 3], [8, 16, 1]],
     }
     url = serving.wait_for(r"Starting forerun server on (http://\S+)")
     assert json.loads(serving.wait_for(r"Speculative config: (\{.*\})")) == resolved
+    assert serving.wait_for(r"Draft lengths by number of decoding requests: (.*)") == "1-7: 3, 8 and more: 1"
     serving.wait_for(r"(Application startup complete)")
     with httpx.Client(base_url=url, timeout=20) as http:
         content = http.get("/v1/speculation").json()
@@ -195,7 +198,6 @@ def test_a_valid_configuration_is_echoed_in_full_and_readable_from_the_server(se
 
 
 # key of the echo -> another value of it; None: no other value is served, and each is refused by name.
-TABLE = "num_speculative_tokens_per_batch_size"
 BY_SIZE = NGRAM | {TABLE: [[1, 64, 5]]}
 EFFECTS: list[Any] = [
     (NGRAM, "num_speculative_tokens", 2),
