@@ -29,6 +29,7 @@ class CompletionOutput:
     """One answer.
 
     Attributes:
+        index: among the n answers to its prompt.
         token_ids: what was generated; an end token is the last of them, and not in the text.
         logprobs: one entry a token where asked for.
         drafted: for each token, whether it was drafted and accepted (False: drawn by the target).
@@ -48,7 +49,12 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its answers. `seed` is the one that was used: with it the same text comes again."""
+    """A prompt and its n answers.
+
+    Attributes:
+        seed: the one that was used, for all of them: with it the same texts come again.
+        num_cached_tokens: of the prompt, those whose keys and values were in the cache before it came.
+    """
 
     request_id: str
     prompt: str | None
@@ -59,6 +65,7 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestMetrics | None:
+        """Of the first answer; each has its own."""
         return self.outputs[0].metrics
 
 
@@ -160,31 +167,25 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling_params", "sampling_params")
-        results: dict[str, RequestOutput] = {}
+        results: list[RequestOutput] = []
+        under_way: dict[str, tuple[RequestOutput, CompletionOutput]] = {}
         try:
             for (text, ids), p in zip(prompts, each, strict=True):
                 seed = self._seeds.getrandbits(DRAWN_SEED_BITS) if p.seed is None else p.seed
-                request_id = f"request-{next(self._ids)}"
-                drafts = self._speculation(p) if speculation else RequestSpeculation(0)
-                self.engine.add_request(
-                    NewRequest(
-                        request_id,
-                        ids,
-                        p,
-                        seed,
-                        max_draft_tokens=drafts.max_draft_tokens,
-                        draft_methods=drafts.draft_methods,
-                    )
-                )
-                answer = CompletionOutput(logprobs=None if p.logprobs is None else [])
-                results[request_id] = RequestOutput(request_id, text, ids, seed, [answer])
+                result = RequestOutput(f"request-{next(self._ids)}", text, ids, seed, [])
+                results.append(result)
+                for new in _choices(result, p, self._speculation(p) if speculation else RequestSpeculation(0)):
+                    self.engine.add_request(new)
+                    answer = CompletionOutput(new.choice, logprobs=None if p.logprobs is None else [])
+                    result.outputs.append(answer)
+                    under_way[new.request_id] = result, answer
             while self.engine.has_work:
                 for output in self.engine.step().outputs:
-                    _extend(results[output.request_id], output)
+                    _extend(*under_way[output.request_id], output)
         except BaseException:
-            self.engine.abort_requests(results)
+            self.engine.abort_requests(under_way)
             raise
-        return list(results.values())
+        return results
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -192,12 +193,28 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast(list[Prompt], [prompts] if one else list(prompts))
 
 
-def _extend(result: RequestOutput, new: EngineOutput) -> None:
-    answer = result.outputs[0]
+def _choices(result: RequestOutput, params: SamplingParams, drafts: RequestSpeculation) -> list[NewRequest]:
+    """One request of the engine for each of the n answers to a prompt."""
+    return [
+        NewRequest(
+            f"{result.request_id}-{choice}",
+            result.prompt_token_ids,
+            params,
+            result.seed,
+            choice=choice,
+            max_draft_tokens=drafts.max_draft_tokens,
+            draft_methods=drafts.draft_methods,
+        )
+        for choice in range(params.n)
+    ]
+
+
+def _extend(result: RequestOutput, answer: CompletionOutput, new: EngineOutput) -> None:
     answer.text += new.text
     answer.token_ids += new.token_ids
     answer.drafted += new.drafted
     if answer.logprobs is not None:
         answer.logprobs += new.logprobs or []
-    result.num_cached_tokens = new.num_cached_tokens
+    if answer.index == 0:
+        result.num_cached_tokens = new.num_cached_tokens
     answer.finish_reason, answer.stop_reason, answer.metrics = new.finish_reason, new.stop_reason, new.metrics

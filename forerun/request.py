@@ -13,6 +13,7 @@ from typing import Any
 from forerun.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128  # answers to one prompt; OpenAI's limit
 MAX_STOP_STRINGS = 64
 SEED_BITS = 64
 DRAWN_SEED_BITS = 53  # of seeds that are drawn: every client's numbers can hold and send them back
@@ -56,6 +57,8 @@ class SamplingParams:
     """How to draw tokens and when to stop. Names and defaults are OpenAI's and vLLM's.
 
     Attributes:
+        n: answers to the prompt, at most `MAX_CHOICES`. Each draws its own noise from the one seed, and the first is
+            the answer of n=1; greedy ones are equal.
         temperature: 0 is greedy; otherwise logits are divided by it, by 0.01 at the least.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it; 1 keeps all.
@@ -75,6 +78,7 @@ class SamplingParams:
         RequestError: a value out of range; `param` names the field.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -91,11 +95,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
             object.__setattr__(self, name, _real(name, getattr(self, name)))
-        for name in ("top_k", "seed", "max_tokens", "logprobs"):
-            object.__setattr__(self, name, _whole(name, getattr(self, name), optional=name != "top_k"))
+        for name in ("n", "top_k", "seed", "max_tokens", "logprobs"):
+            optional = name not in ("n", "top_k")
+            object.__setattr__(self, name, _whole(name, getattr(self, name), optional=optional))
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         object.__setattr__(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in ids))
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise RequestError(f"n must be in [1, {MAX_CHOICES}], got {self.n}", "n")
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
             raise RequestError(f"temperature must be in [0, 100], got {self.temperature}", "temperature")
         if 0.0 < self.temperature < MIN_TEMPERATURE:  # logits divided by less overflow

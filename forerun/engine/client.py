@@ -54,12 +54,22 @@ MAX_IPC_PATH = 90  # bytes; the kernel's limit for the path of a socket is 107
 
 
 @dataclass(slots=True)
+class Siblings:
+    """The n requests that answer one prompt."""
+
+    number: int = 0
+    num_left: int = 0  # not finished yet
+    longest: int = 0  # most tokens that one of the finished ones has
+
+
+@dataclass(slots=True)
 class RunningRequest:
     """What the front knows of a request under way; times are those of the front's monotonic clock."""
 
     new: NewRequest
     mailbox: Mailbox
     index: int  # of the request among those of its mailbox
+    siblings: Siblings  # itself included
     arrival: float
     first_output: float | None = None
     last_output: float | None = None
@@ -268,25 +278,36 @@ class EngineClient:
     def _submit(self, new: Sequence[NewRequest]) -> Mailbox:
         if self._death is not None:
             raise EngineDeadError(self._death)
-        self._check_room(len(new))
+        self.check_room(len(new))
         for request in new:
             if request.request_id in self._running:
                 raise RequestError(f"request_id {request.request_id!r} is in use by a running request", "request_id")
-        mailbox = Mailbox()
+        mailbox, siblings = Mailbox(), Siblings()
         for index, request in enumerate(new):
-            self._running[request.request_id] = RunningRequest(request, mailbox, index, time.monotonic())
+            if request.choice == 0:
+                siblings = Siblings()
+            siblings.number += 1
+            siblings.num_left += 1
+            self._running[request.request_id] = RunningRequest(request, mailbox, index, siblings, time.monotonic())
             self._send(request)
         return mailbox
 
-    def _check_room(self, number: int) -> None:
-        """Judged by what is under way here: the core's own figures are as old as its last step."""
+    def check_room(self, number: int, param: str = "prompt") -> None:
+        """Whether so many requests may come now. `generate_many` asks too; asking before saves making them.
+
+        Judged by what is under way here: the core's own figures are as old as its last step.
+
+        Raises:
+            RequestError: more than there is ever room for; `param` names the field to blame.
+            QueueFullError: too many requests wait already.
+        """
         seats, queue = self.config.max_num_seqs, self.config.max_num_waiting
         if number > seats + queue:
             self._rejected("too_many_prompts", number)
             raise RequestError(
-                f"the request brings {number} prompts, more than max_num_seqs={seats} and max_num_waiting={queue} "
-                "together: send fewer at once",
-                "prompt",
+                f"the request brings {number} prompts (each counts n times), more than max_num_seqs={seats} and "
+                f"max_num_waiting={queue} together: send fewer at once",
+                param,
             )
         if len(self._running) + number > seats + queue:
             self._rejected("queue_full", number)
@@ -352,6 +373,8 @@ class EngineClient:
             request.mailbox.put(request.index, output)
 
     def _finished(self, request: RunningRequest, reason: FinishReason, output: RequestOutput | None) -> None:
+        request.siblings.num_left -= 1
+        request.siblings.longest = max(request.siblings.longest, request.num_tokens)
         if self._observer is not None:
             self._observer.finished(request, reason, output)
 

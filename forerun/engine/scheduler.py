@@ -301,9 +301,15 @@ class Scheduler:
         return num_tokens
 
     def _admit(self, request: Request) -> bool:
-        """Move the first waiting request to the running ones, with the prefix that the cache holds for it."""
+        """Move the first waiting request to the running ones, with the prefix that the cache holds for it.
+
+        False where there is no room for it, or where more of its prefix is about to be there.
+        """
         cache = request.caches[0]
         cache.blocks.extend(self._share_prefix(request, 0))
+        if self._is_under_way(request, len(cache.blocks)):
+            _empty(self.target, cache)
+            return False
         while self._blocks_missing(request, request.num_tokens + 1) > self.target.num_available:
             if not self._take_back():
                 _empty(self.target, cache)
@@ -338,6 +344,15 @@ class Scheduler:
             blocks.append(block)
         group.share(blocks)
         return blocks
+
+    def _is_under_way(self, request: Request, place: int) -> bool:
+        """Whether a running request computes block `place` of this one's prefix: waiting for it costs a step or few,
+        not waiting computes it once more. The n answers to one prompt arrive together, and so meet this."""
+        known = self._hashes[request.request_id]
+        if place >= (request.num_tokens - 1) // self.block_size or not self.enable_prefix_caching:
+            return False
+        running = (self._hashes[r.request_id] for r in self.running if not r.decoding)
+        return any(hashes[place : place + 1] == [known[place]] for hashes in running)
 
     def _block_hashes(self, request: Request, count: int) -> list[BlockHash]:
         """At least the first `count` hashes of the request's full blocks. Each is computed once."""

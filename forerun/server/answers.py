@@ -6,14 +6,18 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from forerun.engine.messages import RequestOutput
-from forerun.server.job import Choice, Job, request_metrics
+from forerun.server.job import Choice, Job, choice_metrics
 from forerun.server.logprobs import chat_logprobs, completion_logprobs
 from forerun.server.prompts import Tokenizer
 from forerun.server.settings import ServerSettings
 
 
 class Answer(ABC):
-    """Says how one job is answered."""
+    """Says how one job is answered.
+
+    The figures of a choice, where the server gives them, stand beside the usage when it is the only one, as vLLM has
+    it, and in the choice when there are several.
+    """
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -27,14 +31,11 @@ class Answer(ABC):
 
     def whole(self) -> dict[str, Any]:
         """The answer in one piece; every output was given to its choice's `keep`."""
-        answer = self._head | {
+        return self._head | {
             "object": self.object,
             "choices": [self.choice(index, choice) for index, choice in enumerate(self.job.choices)],
-            "usage": self.job.usage(),
+            **self._usage(),
         }
-        if (metrics := request_metrics(self.job, self.settings)) is not None:
-            answer["metrics"] = metrics
-        return answer
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks that come before any output."""
@@ -54,16 +55,14 @@ class Answer(ABC):
         if output.finish_reason is not None:
             delta["stop_reason"] = output.stop_reason
             delta["seed"] = choice.request.seed
+            delta |= self._own_metrics(choice)
         return self.frame([delta])
 
     def closing(self) -> list[dict[str, Any]]:
         """Chunks that come after all outputs."""
         if not self.job.body.include_usage:
             return []
-        last = self._head | {"choices": [], "usage": self.job.usage()}
-        if (metrics := request_metrics(self.job, self.settings)) is not None:
-            last["metrics"] = metrics
-        return [last]
+        return [self._head | {"choices": [], **self._usage()}]
 
     def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = self._head | {"choices": choices}
@@ -71,11 +70,23 @@ class Answer(ABC):
             chunk["usage"] = self.job.usage() if self.job.body.continuous_usage else None
         return chunk
 
+    def _usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = {"usage": self.job.usage()}
+        return usage | (self._metrics(self.job.choices[0]) if len(self.job.choices) == 1 else {})
+
+    def _own_metrics(self, choice: Choice) -> dict[str, Any]:
+        return self._metrics(choice) if len(self.job.choices) > 1 else {}
+
+    def _metrics(self, choice: Choice) -> dict[str, Any]:
+        metrics = choice_metrics(choice, self.settings)
+        return {} if metrics is None else {"metrics": metrics}
+
     def _choice_tail(self, choice: Choice) -> dict[str, Any]:
         tail: dict[str, Any] = {
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "seed": choice.request.seed,
+            **self._own_metrics(choice),
         }
         if self.job.body.return_token_ids:
             tail["token_ids"] = choice.token_ids
@@ -138,10 +149,13 @@ class ChatAnswer(Answer):
 
     def opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        first = self.frame([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+        chunks = [
+            self.frame([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for index in range(len(self.job.choices))
+        ]
         if self.job.body.return_token_ids:
-            first["prompt_token_ids"] = self.job.choices[0].request.prompt_token_ids
-        return [first]
+            chunks[0]["prompt_token_ids"] = self.job.choices[0].request.prompt_token_ids
+        return chunks
 
     def delta(self, index: int, choice: Choice, output: RequestOutput) -> dict[str, Any]:
         logprobs = None

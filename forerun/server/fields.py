@@ -16,8 +16,6 @@ from forerun.errors import RequestError
 Neutral = tuple[Any, ...]  # values, beside null, at which a field asks for nothing
 
 _SAMPLING: dict[str, Neutral] = {
-    "n": (1,),
-    "best_of": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "length_penalty": (1,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -12,6 +13,7 @@ from forerun.request import SamplingParams
 from forerun.server.answers import Answer, ChatAnswer, CompletionAnswer
 from forerun.server.body import parse_body, read_body
 from forerun.server.errors import CLIENT_GONE, error_response, json_response
+from forerun.server.job import Job
 from forerun.server.models import ChatBody, CompletionBody, GenerationBody
 from forerun.server.openapi import describe_body
 from forerun.server.prompts import chat_prompt, check_prompt, check_token_ids, completion_prompts, offload
@@ -26,19 +28,18 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     state = state_of(request)
     body = CompletionBody.read(await read_json(request))
-    model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
+    make_job = _job_maker(request, state, "cmpl", body)
     prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens, state.limits)
     for prompt in prompts:
         check_prompt(prompt, "prompt", state.vocab_size, state.client.info.max_model_len)
-    job = state.jobs.make("cmpl", model, body, params, prompts, _given_id(request, body), drafts)
-    return await _respond(request, state, CompletionAnswer(job, state.tokenizer, state.settings))
+    return await _respond(request, state, CompletionAnswer(make_job(prompts), state.tokenizer, state.settings))
 
 
 @router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody))
 async def chat_completions(request: Request) -> Response:
     state = state_of(request)
     body = ChatBody.read(await read_json(request))
-    model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
+    make_job = _job_maker(request, state, "chatcmpl", body)
     prompt = await chat_prompt(
         state.tokenizer,
         body.messages,
@@ -48,13 +49,26 @@ async def chat_completions(request: Request) -> Response:
         template_kwargs=body.chat_template_kwargs,
     )
     check_prompt(prompt, "messages", state.vocab_size, state.client.info.max_model_len)
-    job = state.jobs.make("chatcmpl", model, body, params, [prompt], _given_id(request, body), drafts)
-    return await _respond(request, state, ChatAnswer(job, state.tokenizer, state.settings))
+    return await _respond(request, state, ChatAnswer(make_job([prompt]), state.tokenizer, state.settings))
 
 
 async def read_json(request: Request) -> dict[str, Any]:
     body = await read_body(request, state_of(request).settings.max_body_bytes)
     return await offload(len(body), lambda: parse_body(body))
+
+
+def _job_maker(
+    request: Request, state: ServerState, prefix: str, body: GenerationBody
+) -> Callable[[Sequence[list[int]]], Job]:
+    """From prompts to the job; all that can be wrong whatever the prompts are is judged before they are tokenised."""
+    model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
+    name = _given_id(request, body)
+
+    def make(prompts: Sequence[list[int]]) -> Job:
+        state.client.check_room(len(prompts) * params.n, "prompt" if params.n == 1 else "n")
+        return state.jobs.make(prefix, model, body, params, prompts, name, drafts)
+
+    return make
 
 
 def _checked_params(state: ServerState, body: GenerationBody) -> SamplingParams:

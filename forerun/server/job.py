@@ -20,7 +20,7 @@ from forerun.spec.verifier import TokenLogprobs
 
 @dataclass(slots=True)
 class Choice:
-    """What came back for one prompt."""
+    """One answer to one prompt: what came back for it."""
 
     request: NewRequest
     num_tokens: int = 0
@@ -52,7 +52,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Job:
-    """A request with its choices, one a prompt."""
+    """A request with its choices: the n of the first prompt, those of the second, and so on."""
 
     id: str
     created: int
@@ -65,13 +65,15 @@ class Job:
         return [choice.request for choice in self.choices]
 
     def usage(self) -> dict[str, Any]:
-        prompt = sum(len(c.request.prompt_token_ids) for c in self.choices)
+        """Each prompt counts once, and so do the tokens that were cached before it came."""
+        firsts = [c for c in self.choices if c.request.choice == 0]
+        prompt = sum(len(c.request.prompt_token_ids) for c in firsts)
         completion = sum(c.num_tokens for c in self.choices)
         return {
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,
             "completion_tokens": completion,
-            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in self.choices)},
+            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in firsts)},
         }
 
 
@@ -102,16 +104,19 @@ class JobMaker:
         choices = [
             Choice(
                 NewRequest(
-                    f"{engine_id}-{index}",
+                    f"{engine_id}-{place}-{choice}",
                     prompt,
                     params,
-                    self._seed(params.seed),
+                    seed,
+                    choice=choice,
                     cache_salt=body.cache_salt or "",
                     max_draft_tokens=drafts.max_draft_tokens,
                     draft_methods=drafts.draft_methods,
                 )
             )
-            for index, prompt in enumerate(prompts)
+            for place, prompt in enumerate(prompts)
+            for seed in [self._seed(params.seed)]
+            for choice in range(params.n)
         ]
         return Job(job_id, int(time.time()), model, body, choices)
 
@@ -119,12 +124,12 @@ class JobMaker:
         return self._random.getrandbits(DRAWN_SEED_BITS) if given is None else given
 
 
-def request_metrics(job: Job, settings: ServerSettings) -> dict[str, Any] | None:
-    """The `metrics` object of an answer; None where none was asked for, or where there are several choices."""
-    measured = job.choices[0].metrics
-    if len(job.choices) != 1 or measured is None:
+def choice_metrics(choice: Choice, settings: ServerSettings) -> dict[str, Any] | None:
+    """The `metrics` object of a choice that has ended; None where none was asked for."""
+    measured = choice.metrics
+    if measured is None:
         return None
-    content: dict[str, Any] = _times(measured, job.choices[0].num_tokens) if settings.enable_per_request_metrics else {}
+    content: dict[str, Any] = _times(measured, choice.num_tokens) if settings.enable_per_request_metrics else {}
     level, spec = settings.per_request_spec_decode_metrics, measured.speculative_decoding
     if level != "none" and spec is not None:
         hidden = () if level == "detailed" else ("per_step_accepted", "per_step_drafted")

@@ -122,8 +122,9 @@ class ServerMetrics:
             return
         self._prompt_tokens.observe(len(request.new.prompt_token_ids))
         self._output_tokens.observe(request.num_tokens)
-        self._most_tokens.observe(request.num_tokens)
-        self._number.observe(1)  # more are not served yet
+        if request.siblings.num_left == 0:
+            self._most_tokens.observe(request.siblings.longest)
+            self._number.observe(request.siblings.number)
         if output is not None:
             self._computed.observe(len(request.new.prompt_token_ids) - output.num_cached_tokens)
         if request.new.params.max_tokens is not None:

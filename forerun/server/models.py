@@ -64,6 +64,8 @@ class GenerationBody(Body):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    n: int = 1
+    best_of: int | None = None  # nothing chooses the best of more than n
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -102,9 +104,16 @@ class GenerationBody(Body):
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true", "stream_options")
+        if self.best_of not in (None, self.n):
+            raise RequestError(
+                f"best_of={shorten(self.best_of)} is not served yet: leave it out or send n, which is "
+                f"{shorten(self.n)}",
+                "best_of",
+            )
         _warn_of_temperature(self.temperature)
         limit = self.token_limit()
         return SamplingParams(
+            n=self.n,
             temperature=self.temperature,
             top_k=min(self.top_k, MAX_INT),
             top_p=self.top_p,

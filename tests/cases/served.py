@@ -46,7 +46,7 @@ class SelfDraft:
             logprobs=None,
         )
         prompt = request.token_ids[: request.num_prompt_tokens]
-        key = (tuple(prompt), params, 0 if params.greedy else request.seed, request.choice)
+        key = (tuple(prompt), params, None if params.greedy else (request.seed, request.choice))
         if key not in self._texts:
             self._engine.add_request(NewRequest("self", prompt, params, request.seed, choice=request.choice))
             text = self._texts[key] = []

@@ -1,7 +1,6 @@
 """C23: clients that go away in mid-stream leave nothing behind.
 
-The pool has room for four requests of full length, so fifty that leaked would fill it many times over. The case's n=4
-is not served yet; four prompts in one request stand for it.
+The pool has room for four requests of full length, so fifty that leaked would fill it many times over.
 """
 
 from __future__ import annotations
@@ -94,11 +93,11 @@ def test_whole_answers_that_nobody_waits_for_are_stopped(method: str, serve: Ser
 
 @pytest.mark.parametrize("method", METHODS)
 def test_four_choices_of_one_closed_stream_all_end(method: str, serve: Serve, ref: Reference) -> None:
-    """C23 with four choices, several such streams open at once: more than the pool holds, so some still wait."""
+    """C23 with n=4 and two prompts, several such streams open at once: more than the pool holds, so some still wait."""
     server = serve(method)
     for place in range(4):
-        prompts = [prompt(place + i) for i in range(4)]
-        connections = [send(server, LONG | {"prompt": prompts, "stream": True}) for _ in range(3)]
+        body = LONG | {"prompt": [prompt(place), prompt(place + 1)], "n": 4, "stream": True}
+        connections = [send(server, body) for _ in range(3)]
         read_chunks(connections[0], 1 + place)
         for connection in connections:
             connection.close()

@@ -10,11 +10,10 @@ import pytest
 
 from forerun.engine.engine import Engine
 from forerun.engine.messages import NewRequest
-from forerun.engine.plan import Grant
 from forerun.request import Request, SamplingParams
 from forerun.spec.config import SpeculativeConfig
 from forerun.spec.control import STEPS_TO_RISE, make_control
-from forerun.spec.proposer import Draft, DraftInputs, Proposer
+from forerun.spec.proposer import Draft, DraftInputs, Grant, Proposer
 from tests.cases.conftest import MakeEngine, Reference
 from tests.cases.material import LOOPS, prompt_of
 from tests.tiny_engine import Result, finish
@@ -130,7 +129,7 @@ def test_at_k_0_no_block_is_kept_for_a_draft(engines: MakeEngine) -> None:
         for output in engine.step().outputs:
             result["r"].add(output)
         for request in engine.scheduler.running:
-            assert len(request.block_tables[0]) == blocks(request, engine)
+            assert len(request.caches[0].blocks) == blocks(request, engine)
     assert engine.stats().spec.num_draft_tokens == 0
 
 

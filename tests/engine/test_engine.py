@@ -193,6 +193,38 @@ def test_salts_keep_prefixes_apart(tiny_model: Path) -> None:
     assert cached[1] >= 32
 
 
+def test_a_prompt_that_comes_several_times_at_once_is_computed_once(tiny_model: Path) -> None:
+    """The others wait for its full blocks; what differs, and a prompt without a full block, waits for nobody."""
+    engine = make_engine(tiny_model, max_num_batched_tokens=32)
+    (prompt,) = prompts(1, shortest=60, longest=60)  # three full blocks of 16 and a rest of 12
+    for place in range(4):
+        engine.add_request(NewRequest(f"r{place}", prompt, GREEDY, 0, choice=place))
+    engine.add_request(NewRequest("other", prompt[:40] + [3] * 20, GREEDY, 0))
+    first: dict[str, int] = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            first.setdefault(output.request_id, output.num_cached_tokens)
+    assert first == {"r0": 0, "r1": 48, "r2": 48, "r3": 48, "other": 32}
+    short = [NewRequest(f"s{place}", [5, 6, 7], GREEDY, 0, choice=place) for place in range(4)]
+    for new in short:
+        engine.add_request(new)
+    assert len(engine.step().outputs) == 4
+
+
+def test_an_abort_of_the_one_that_computes_the_prompt_lets_the_next_go_on(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model, max_num_batched_tokens=16)
+    (prompt,) = prompts(1, shortest=60, longest=60)
+    for place in range(2):
+        engine.add_request(NewRequest(f"r{place}", prompt, GREEDY, 0))
+    engine.step()
+    assert [r.request_id for r in engine.scheduler.running] == ["r0"]
+    engine.abort_requests(["r0"])
+    engine.step()
+    (request,) = engine.scheduler.running
+    assert (request.request_id, request.num_cached_tokens, request.num_computed_tokens) == ("r1", 16, 32)
+    engine.abort_requests(["r1"])
+
+
 class TestNumbersThatAreNotFinite:
     """They end the request that has them, and reach no other."""
 
@@ -234,6 +266,11 @@ class TestNumbersThatAreNotFinite:
         ("stop", 3),
         ("stop", ["a", 1]),
         ("stop_token_ids", ["a"]),
+        ("n", None),
+        ("n", 0),
+        ("n", 129),
+        ("n", 2.0),
+        ("n", True),
     ],
 )
 def test_a_parameter_of_the_wrong_type_is_refused_by_name(field: str, value: object) -> None:

@@ -202,6 +202,50 @@ def test_metrics_of_a_request_in_the_answer_and_on_the_usage_chunk(http: httpx.C
     assert last["metrics"]["speculative_decoding"]["num_spec_steps"] == 3
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_metrics_of_several_choices_stand_in_each(http: httpx.Client, streaming: bool) -> None:
+    asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 10, "n": 2}
+    if streaming:
+        chunks = stream(http, CHAT, **asked, stream_options={"include_usage": True})
+        assert "metrics" not in chunks[-1]
+        choices = [c for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
+        assert not [c for chunk in chunks for c in chunk["choices"] if not c["finish_reason"] and "metrics" in c]
+    else:
+        answer = post(http, CHAT, **asked)
+        assert "metrics" not in answer
+        choices = answer["choices"]
+    assert sorted(c["index"] for c in choices) == [0, 1]
+    for choice in choices:
+        assert choice["metrics"]["generation_time_ms"] == pytest.approx(3.0)
+        assert choice["metrics"]["speculative_decoding"]["num_spec_steps"] == 3
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_choices_are_numbered_prompt_by_prompt_and_share_the_prompt_and_its_seed(
+    http: httpx.Client, streaming: bool
+) -> None:
+    asked: dict[str, Any] = {"prompt": ["a", "bb"], "n": 3, "max_tokens": 4, "return_token_ids": True}
+    if streaming:
+        *chunks, last = stream(http, COMPLETIONS, **asked, stream_options={"include_usage": True})
+        given = [c for chunk in chunks for c in chunk["choices"]]
+        prompt_of = {c["index"]: c["prompt_token_ids"] for c in given if "prompt_token_ids" in c}
+        seed_of = {c["index"]: c["seed"] for c in given if c["finish_reason"]}
+    else:
+        last = post(http, COMPLETIONS, **asked)
+        prompt_of = {c["index"]: c["prompt_token_ids"] for c in last["choices"]}
+        seed_of = {c["index"]: c["seed"] for c in last["choices"]}
+    assert [bytes(prompt_of[i]).decode() for i in range(6)] == ["a"] * 3 + ["bb"] * 3
+    assert len({seed_of[i] for i in range(3)}) == len({seed_of[i] for i in range(3, 6)}) == 1
+    assert seed_of[0] != seed_of[3]
+    assert last["usage"]["prompt_tokens"] == 3
+    assert last["usage"]["completion_tokens"] == 24
+
+
+def test_the_limit_of_n_and_best_of_where_it_asks_for_nothing(http: httpx.Client) -> None:
+    assert len(post(http, COMPLETIONS, prompt="a", n=128, max_tokens=1)["choices"]) == 128
+    assert len(post(http, COMPLETIONS, prompt="a", n=2, best_of=2, max_tokens=1)["choices"]) == 2
+
+
 def test_a_request_id_may_be_given_in_body_or_header(http: httpx.Client) -> None:
     assert post(http, COMPLETIONS, prompt="a", request_id="mine")["id"] == "cmpl-mine"
     response = http.post(CHAT, json={"messages": HELLO}, headers={"X-Request-Id": "theirs"})

@@ -66,6 +66,13 @@ def refused(http: httpx.Client, path: str, body: Any, status: int = 400) -> dict
         ("request_id", "x" * 300),
         ("user", 1),
         ("max_draft_tokens", -1),
+        ("n", 0),
+        ("n", 129),
+        ("n", 10**30),
+        ("n", True),
+        ("n", "2"),
+        ("n", 1.5),
+        ("best_of", True),
         ("prompt", 1),
         ("prompt", {}),
         ("prompt", None),
@@ -103,8 +110,6 @@ def test_a_wrong_stop_string_is_named_by_its_index(http: httpx.Client, wrong: An
 
 
 NOT_SERVED = [
-    ("n", 2),
-    ("n", True),
     ("best_of", 3),
     ("presence_penalty", 0.5),
     ("frequency_penalty", -1),

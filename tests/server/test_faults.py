@@ -117,9 +117,14 @@ def test_a_full_queue_is_503_with_retry_after() -> None:
         refused = http.post(COMPLETIONS, json={"prompt": ["a"] * 4})  # at no time could they be taken
         assert refused.status_code == 400
         assert "brings 4 prompts" in refused.json()["error"]["message"]
+        refused = http.post(COMPLETIONS, json={"prompt": ["a", "b"], "n": 2})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "n"
+        assert "brings 4 prompts (each counts n times)" in refused.json()["error"]["message"]
+        assert http.post(COMPLETIONS, json={"prompt": "a", "n": 3, "max_tokens": 1}).status_code == 200
         text = http.get("/metrics").text
         assert 'vllm:admission_rejections_total{model_name="fake",reason="queue_full"} 3.0' in text
-        assert 'vllm:admission_rejections_total{model_name="fake",reason="too_many_prompts"} 4.0' in text
+        assert 'vllm:admission_rejections_total{model_name="fake",reason="too_many_prompts"} 8.0' in text
 
 
 def test_an_idle_server_takes_as_many_as_it_has_seats_for() -> None:

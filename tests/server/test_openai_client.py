@@ -64,6 +64,18 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 12
 
 
+def test_several_choices_of_a_chat_stream(client: openai.OpenAI) -> None:
+    texts, reasons = ["", "", ""], []
+    for chunk in client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "hello"}], max_tokens=12, n=3, stream=True
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert texts == [answer_text(12)] * 3
+    assert reasons == ["length"] * 3
+
+
 def test_completions(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="fake", prompt=["a", "b"], max_tokens=4, logprobs=1, extra_body={"top_k": 5}

@@ -159,6 +159,17 @@ def test_metrics_add_up(http: httpx.Client) -> None:
     }
 
 
+def test_a_prompt_with_n_answers_counts_as_one_request_of_n(http: httpx.Client) -> None:
+    before = read_metrics(http)
+    assert http.post(COMPLETIONS, json={"prompt": ["a", "b"], "max_tokens": 5, "n": 3}).status_code == 200
+    after = read_metrics(http)
+    risen = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert risen["vllm:request_params_n_count"] == risen["vllm:request_max_num_generation_tokens_count"] == 2
+    assert risen["vllm:request_params_n_sum"] == 6
+    assert risen["vllm:request_max_num_generation_tokens_sum"] == 10
+    assert risen["vllm:request_success_total length"] == risen["vllm:request_generation_tokens_count"] == 6
+
+
 ENGINE_LINE = re.compile(
     r"Engine 000: Avg prompt throughput: \d+\.\d tokens/s, Avg generation throughput: \d+\.\d tokens/s, "
     r"Running: \d+ reqs, Waiting: \d+ reqs, GPU KV cache usage: \d+\.\d%, Prefix cache hit rate: \d+\.\d%"
