@@ -247,7 +247,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def safetensors_sources(path: Path) -> dict[str, Source]:
     sources: dict[str, Source] = {}
-    for file in _safetensors_files(path):
+    for file in safetensors_files(path):
         for name, source in _file_sources(file).items():
             short = name.removeprefix("model.")
             if short in sources:
@@ -256,7 +256,7 @@ def safetensors_sources(path: Path) -> dict[str, Source]:
     return sources
 
 
-def _safetensors_files(path: Path) -> list[Path]:
+def safetensors_files(path: Path) -> list[Path]:
     """One file, or the shards that the index names, or whatever there is."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():
