@@ -111,7 +111,7 @@ class EagleHead:
 
     @property
     def linears(self) -> list[Linear]:
-        return [self.fc, *self.blocks.linears]
+        return [self.fc, *self.blocks.linears, self.head]
 
     def combine(self, taps: Sequence[Tensor]) -> Tensor:
         (state,) = taps

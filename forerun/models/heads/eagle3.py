@@ -140,12 +140,15 @@ def from_gguf(
     layers = gguf_config(general, values, {**tensors, "token_embd.weight": (vocabulary, width)}, METHOD)
     check_vocabulary(layers, target)
     given = values.get("target_layers", []) if aux_layer_ids is None else aux_layer_ids
+    ids = _checked_layers(given, "eagle3.target_layers", target)
+    if ids[0] == 1 and aux_layer_ids is None:
+        logger.warning("eagle3.target_layers %s are taken as layers that states enter; some trainers count 1 less", ids)
     config = Eagle3Config(
         method=METHOD,
         layers=layers,
         draft_vocab_size=tensors.get("d2t", (layers.vocab_size,))[0],
         target_hidden_size=_target_width(values.optional_integer("target_hidden_size"), target),
-        taps=tuple((layer, False) for layer in _checked_layers(given, "eagle3.target_layers", target)),
+        taps=tuple((layer, False) for layer in ids),
         own_embedding="token_embd.weight" in tensors,
         own_head="output.weight" in tensors,
         norm_before_residual=values.flag("norm_before_residual", False),
@@ -294,7 +297,7 @@ class Eagle3Head:
 
     @property
     def linears(self) -> list[Linear]:
-        return self.blocks.linears if self.fc is None else [self.fc, *self.blocks.linears]
+        return [*([] if self.fc is None else [self.fc]), *self.blocks.linears, self.head]
 
     @torch.inference_mode()
     def combine(self, taps: Sequence[Tensor]) -> Tensor:

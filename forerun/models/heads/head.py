@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from forerun.kernels.fused import Linear
 from forerun.models.decoder import Attend
 from forerun.models.heads.config import HeadConfig
 
@@ -55,6 +56,11 @@ class Head(Protocol):
 
     @property
     def config(self) -> HeadConfig: ...
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Every matrix that it multiplies by, the output head included."""
+        ...
 
     def combine(self, taps: Sequence[Tensor]) -> Tensor:
         """The target's states, [T, Ht] for each of `config.taps`, as the head takes them: [T, H]."""

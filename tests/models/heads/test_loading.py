@@ -337,11 +337,12 @@ def test_fc_bias_is_there_if_its_tensor_is_where_the_key_is_missing(
 # GGUF
 
 
-def test_a_gguf_head_says_what_it_needs(target: Decoder, tmp_path: Path) -> None:
+def test_a_gguf_head_says_what_it_needs(target: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, tensors = eagle3(1, norm_before_fc=True)
     options = {"norm_before_residual": True, "norm_before_fc": True, "target_layers": [1, 4, 8]}
     head = load_head(save_gguf(tmp_path / "head.gguf", config, tensors, **options), target)
     assert head.config.taps == ((1, False), (4, False), (8, False))
+    assert "target_layers [1, 4, 8] are taken as layers that states enter" in caplog.text
     assert head.config.norm_before_residual
     assert head.config.norm_before_fc
     assert head.config.draft_vocab_size == DRAFT_VOCAB

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from forerun.kernels import native
 from forerun.models.decoder import Decoder
@@ -17,7 +18,19 @@ from forerun.models.heads import Head, load_head
 
 from ..tiny import CausalCache, attend_to_self
 from .definition import Array, Definition, Row
-from .tiny_heads import HIDDEN, SlotCache, Tensors, as_midlayer, definition, eagle, eagle3, random, save, save_gguf
+from .tiny_heads import (
+    HIDDEN,
+    SlotCache,
+    Tensors,
+    as_midlayer,
+    definition,
+    eagle,
+    eagle3,
+    random,
+    save,
+    save_gguf,
+    with_extras,
+)
 
 TOKENS = [5, 17, 3, 80, 41, 41, 9, 63, 2, 11, 90, 33]
 K = 4
@@ -38,8 +51,8 @@ VARIANTS: dict[str, Built] = {
     "eagle3-full-vocabulary": eagle3(10, draft_vocab_size=None, rope_theta=500.0),
     "eagle3-2-states": eagle3(11, num_states=2, eagle_aux_hidden_state_layer_ids=[3, 8]),
     "eagle3-narrow": eagle3(12, hidden_size=32, target_hidden_size=HIDDEN),
+    "eagle3-head-norms-biases": with_extras(eagle3(13)),
 }
-EAGLE3 = [name for name in VARIANTS if name.startswith("eagle3")]
 
 
 def load(name: str, target: Decoder, path: Path, **kwargs: Any) -> Head:
@@ -119,6 +132,22 @@ def test_a_greedy_chain_is_that_of_the_definition(name: str, target: Decoder, tm
     assert_close(torch.cat(logits), expected_logits)
 
 
+def test_heads_are_given_the_states_that_transformers_calls_so(
+    target: Decoder, target_path: Path, tmp_path: Path
+) -> None:
+    """EAGLE: what comes out of the final norm. EAGLE-3: what enters layers 2, N/2 and N-3."""
+    model = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32).model
+    with torch.no_grad():
+        found = model(torch.tensor([TOKENS]), output_hidden_states=True)
+    for name, expected in (
+        ("eagle", [found.last_hidden_state]),
+        ("eagle3", [found.hidden_states[layer] for layer in (2, 4, 5)]),
+    ):
+        states = target_states(target, load(name, target, tmp_path), TOKENS)
+        for state, theirs in zip(states, expected, strict=True):
+            assert (state - theirs[0]).abs().max() < TOLERANCE * theirs.abs().max()
+
+
 def test_the_rows_of_a_tree_share_a_position_and_see_their_own_path(target: Decoder, tmp_path: Path) -> None:
     head = load("eagle3", target, tmp_path)
     oracle = definition(*VARIANTS["eagle3"], target)
@@ -162,7 +191,10 @@ def test_parallel_rows_are_those_of_the_definition(norms: dict[str, bool], targe
     assert_close(head.logits(output.normed), oracle.run(rows)[1])
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle-2-layers-theta", "eagle3", "eagle3-2-layers-head-dim"])
+FILLED = ["eagle", "eagle-2-layers-theta", "eagle3", "eagle3-2-layers-head-dim", "eagle3-head-norms-biases"]
+
+
+@pytest.mark.parametrize("name", FILLED)
 @pytest.mark.parametrize("packed", [False, True])
 def test_fill_leaves_the_bits_that_forward_does(name: str, packed: bool, target: Decoder, tmp_path: Path) -> None:
     if packed and not native.available():

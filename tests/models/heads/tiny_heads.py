@@ -43,6 +43,19 @@ def random(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
 
+def with_extras(built: tuple[dict[str, Any], Tensors]) -> tuple[dict[str, Any], Tensors]:
+    """The same head with a norm on each query and key head, and biases wherever a layer may have them."""
+    config, tensors = built
+    generator = torch.Generator().manual_seed(5)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        tensors[name.replace("weight", "bias")] = random(generator, len(tensors[name]))
+        stem, kind = name.removesuffix("_proj.weight")[:-1], name.removesuffix("_proj.weight")[-1]
+        if stem.endswith("self_attn.") and kind in "qk":
+            dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+            tensors[f"{stem}{kind}_norm.weight"] = random(generator, dim)
+    return config, tensors
+
+
 def layer_tensors(generator: torch.Generator, config: Mapping[str, Any], layer: int, width: int) -> Tensors:
     hidden, middle = config["hidden_size"], config["intermediate_size"]
     dim = config.get("head_dim") or hidden // config["num_attention_heads"]
