@@ -30,6 +30,7 @@ class HeadConfig:
         target_hidden_size: width of the target's states.
         taps: the target's states that it is given, in the order of its input; see `decoder.Tap`.
         own_embedding, own_head: the checkpoint has these matrices.
+        tied: the output head is the head's embedding.
         num_speculative_tokens: what the checkpoint was trained for; None where it does not say.
         verifier: the target that the checkpoint names.
         mask_token_id: the token of rows of which nothing is known (P-EAGLE).
@@ -42,6 +43,7 @@ class HeadConfig:
     taps: tuple[tuple[int, bool], ...]
     own_embedding: bool
     own_head: bool
+    tied: bool = False
     num_speculative_tokens: int | None = None
     verifier: str | None = None
     mask_token_id: int | None = None

@@ -112,6 +112,7 @@ def from_hf(
         taps=tuple((layer, False) for layer in ids) if has_fc else ((target.num_layers, True),),
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
+        tied=layers.tie_word_embeddings and "lm_head.weight" not in tensors,
         num_speculative_tokens=speculators_length(values),
         verifier=nested(nested(values, "speculators_config"), "verifier").text("name_or_path", None),
         mask_token_id=_mask_token(values, tensors, kind, layers.vocab_size),

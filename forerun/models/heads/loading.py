@@ -19,6 +19,7 @@ from forerun.kernels.fused import Embedding, Linear, PlainLinear, embed
 from forerun.kernels.packed import PackedLinear, PackedWeight
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.families.base import Slot
 from forerun.models.gguf_file import row_chunks
 from forerun.models.heads import eagle, eagle3
 from forerun.models.heads.blocks import GGUF, HF
@@ -52,7 +53,7 @@ def read_head(path: str | Path, target: DecoderConfig, *, aux_layer_ids: Sequenc
     with one_line_errors(path):
         file = open_head(path)
         with naming(file.where):
-            return _config(file, target, aux_layer_ids)
+            return _checked(file, target, aux_layer_ids)[0]
 
 
 def load_head(
@@ -82,13 +83,21 @@ def load_head(
     with one_line_errors(path):
         file = open_head(path)
         with naming(file.where):
-            config = _config(file, target.config, aux_layer_ids)
-            _check_ends(config, target.config)
-            slots = (GGUF if file.gguf else HF).slots(config.weight_shapes(), config.layers)
-            _check_names(file, config, slots)
+            config, slots = _checked(file, target.config, aux_layer_ids)
             vocabulary = _vocabulary(file, config)
         weights = fill_weights(file.sources, slots, config.weight_shapes(), target.dtype, choose)
     return _assemble(config, weights, target, vocabulary)
+
+
+def _checked(
+    file: HeadFile, target: DecoderConfig, aux_layer_ids: Sequence[int] | None
+) -> tuple[AnyConfig, dict[str, Slot]]:
+    """The config, and where the tensors go; they are what it says, and the target has what is left out."""
+    config = _config(file, target, aux_layer_ids)
+    _check_ends(config, target)
+    slots = (GGUF if file.gguf else HF).slots(config.weight_shapes(), config.layers)
+    _check_names(file, config, slots)
+    return config, slots
 
 
 def _config(file: HeadFile, target: DecoderConfig, aux_layer_ids: Sequence[int] | None) -> AnyConfig:
@@ -117,9 +126,11 @@ def _check_ends(config: AnyConfig, target: DecoderConfig) -> None:
         raise CheckpointError(
             f"tensor 'embed_tokens.weight' is missing, and the target's is {target.hidden_size} wide, the head {width}"
         )
-    ours, theirs = (config.draft_vocab_size, width), (target.vocab_size, target.hidden_size)
-    if not config.own_head and not config.layers.tie_word_embeddings and ours != theirs:
-        raise CheckpointError(f"tensor 'lm_head.weight' {list(ours)} is missing, and the target's is {list(theirs)}")
+    ours = (config.draft_vocab_size, width)
+    theirs = (target.vocab_size, width if config.tied else target.hidden_size)
+    if not config.own_head and ours != theirs:
+        source = "the embedding" if config.tied else "the target's"
+        raise CheckpointError(f"tensor 'lm_head.weight' {list(ours)} is missing, and {source} is {list(theirs)}")
 
 
 def _check_names(file: HeadFile, config: AnyConfig, needed: Mapping[str, object]) -> None:
@@ -157,7 +168,7 @@ def _assemble(config: AnyConfig, weights: dict[str, Weight], target: Decoder, vo
     embedding = kept.get("embedding", target.embedding)
     assert isinstance(embedding, Tensor | PackedWeight)
     head = linear_of(kept, "head") if "head" in kept else target.head
-    if not config.own_head and config.layers.tie_word_embeddings:
+    if config.tied:
         head = linear_of({"head": embedding}, "head")
     positions, dtype = target.max_positions, target.dtype
     result: EagleHead | Eagle3Head

@@ -93,6 +93,10 @@ REFUSED_EAGLE3: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "shape": (having("layers.0.self_attn.k_proj.weight", 32, 64), ("k_proj.weight", "[32, 128]", "[32, 64]")),
     "head shape": (having("lm_head.weight", 41, 64), ("lm_head.weight", "[40, 64]", "[41, 64]")),
     "head missing": (without("lm_head.weight"), ("'lm_head.weight' [40, 64] is missing", "[96, 64]")),
+    "head tied": (
+        both(without("lm_head.weight"), setting(tie_word_embeddings=True)),
+        ("and the embedding is [96, 64]",),
+    ),
     "kind": (lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}), ("fc.weight", "F8_E4M3")),
     "not finite": (lambda c, t: t["fc.weight"].fill_(torch.nan), ("fc.weight", "not finite")),
     "other layers": (setting(model_type="deepseek_v3"), ("model_type='deepseek_v3'", "llama, qwen2, qwen3")),
@@ -243,6 +247,12 @@ def test_a_tied_head_is_its_embedding(target: Decoder, tmp_path: Path) -> None:
     del tensors["lm_head.weight"]
     head = load_head(save(tmp_path, config, tensors), target)
     assert head.head.weight is head.embedding
+
+
+def test_an_eagle_head_uses_the_targets_output_head_whatever_its_config_copied(target: Decoder, tmp_path: Path) -> None:
+    config, tensors = eagle(1, tie_word_embeddings=True)
+    tensors["embed_tokens.weight"] = random(torch.Generator().manual_seed(0), VOCAB, HIDDEN)
+    assert load_head(save(tmp_path, config, tensors), target).head is target.head
 
 
 def test_a_narrow_head_needs_its_own_embedding(target: Decoder, tmp_path: Path) -> None:
