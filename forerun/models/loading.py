@@ -113,17 +113,17 @@ def load_model(
         CheckpointError: missing, broken or unsupported; one line that names the file and the tensor.
         ConfigError: a quantization that we do not know, or that lacks the CPU extension.
     """
-    kind_for = _kind_for(packed, quantization)
-    assert kind_for is None or dtype == torch.float32
+    choose = kind_for(packed, quantization)
+    assert choose is None or dtype == torch.float32
     path = Path(path)
-    with _one_line_errors(path):
+    with one_line_errors(path):
         checkpoint = _open(path)
-        weights = _load_weights(checkpoint, dtype, kind_for)
+        weights = _load_weights(checkpoint, dtype, choose)
     limit = min(checkpoint.config.max_position_embeddings, DEFAULT_MAX_POSITIONS)
     return Decoder(checkpoint.config, weights, max_positions or limit)
 
 
-def _kind_for(packed: bool, quantization: str | None) -> KindFor | None:
+def kind_for(packed: bool, quantization: str | None) -> KindFor | None:
     """Which packed kind a matrix takes, None for plain; None for no packing at all."""
     if quantization not in (None, "int8"):
         raise ConfigError(f"quantization={quantization!r} is not supported: use 'int8' or nothing")
@@ -141,7 +141,7 @@ def read_config(path: str | Path) -> DecoderConfig:
         CheckpointError: as `load_model`.
     """
     path = Path(path)
-    with _one_line_errors(path):
+    with one_line_errors(path):
         return _open(path).config
 
 
@@ -152,12 +152,12 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
         CheckpointError: as `load_model`.
     """
     path = Path(path)
-    with _one_line_errors(path):
-        return _read_json(path / "config.json") if path.is_dir() else dict(GgufFile(path).metadata)
+    with one_line_errors(path):
+        return read_json(path / "config.json") if path.is_dir() else dict(GgufFile(path).metadata)
 
 
 @contextmanager
-def _one_line_errors(path: Path) -> Iterator[None]:
+def one_line_errors(path: Path) -> Iterator[None]:
     """Errors of libraries and of the system as CheckpointErrors that name the file; all in one printable line."""
     try:
         yield
@@ -207,7 +207,7 @@ def _no_such_model(name: str) -> str:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """A config's errors say what is wrong; this adds where."""
     try:
         yield
@@ -224,8 +224,8 @@ def _open_directory(path: Path) -> Checkpoint:
         ggufs = sorted(p.name for p in path.glob("*.gguf"))
         hint = f"; pass the GGUF file itself: {path / ggufs[0]}" if ggufs else ""
         raise CheckpointError(f"{path} has no config.json{hint}")
-    values = Values(_read_json(config_path))
-    with _naming(config_path):
+    values = Values(read_json(config_path))
+    with naming(config_path):
         family = family_of(values.text("model_type"), "model_type")
         config = family.read_hf(values)
     config = _with_generation_config(config, path / "generation_config.json")
@@ -237,7 +237,7 @@ def _open_directory(path: Path) -> Checkpoint:
         config,
         family.hf_slots(config),
         "layers.",
-        lambda: _safetensors_sources(path, family.hf_prefixes),
+        lambda: safetensors_sources(path, family.hf_prefixes),
         re.compile("|".join(ignored)),
     )
 
@@ -246,13 +246,13 @@ def _with_generation_config(config: DecoderConfig, path: Path) -> DecoderConfig:
     """Chat models often name further end tokens there only."""
     if not path.exists():
         return config
-    values = Values(_read_json(path))
-    with _naming(path):
+    values = Values(read_json(path))
+    with naming(path):
         ids = (*config.eos_token_ids, *values.token_ids("eos_token_id"))
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ids)))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
     try:
@@ -264,9 +264,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _safetensors_sources(path: Path, prefixes: Sequence[str]) -> dict[str, Source]:
+def safetensors_sources(path: Path, prefixes: Sequence[str] = ("model.",)) -> dict[str, Source]:
     sources: dict[str, Source] = {}
-    for file in _safetensors_files(path):
+    for file in safetensors_files(path):
         for name, source in _file_sources(file).items():
             short = name.removeprefix(next(filter(name.startswith, prefixes), ""))
             if short in sources:
@@ -275,13 +275,13 @@ def _safetensors_sources(path: Path, prefixes: Sequence[str]) -> dict[str, Sourc
     return sources
 
 
-def _safetensors_files(path: Path) -> list[Path]:
+def safetensors_files(path: Path) -> list[Path]:
     """One file, or the shards that the index names, or whatever there is."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():
         return [single]
     if index.exists():
-        return [path / name for name in _shard_names(index)]
+        return [path / name for name in shard_names(index)]
     files = sorted(path.glob("*.safetensors"))
     if files:
         return files
@@ -293,9 +293,9 @@ def _safetensors_files(path: Path) -> list[Path]:
     raise CheckpointError(f"{path} has no *.safetensors file")
 
 
-def _shard_names(index: Path) -> list[str]:
-    with _naming(index):
-        names = Values(_read_json(index)).mapping("weight_map").values()
+def shard_names(index: Path) -> list[str]:
+    with naming(index):
+        names = Values(read_json(index)).mapping("weight_map").values()
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name or "\0" in name:
             raise CheckpointError(f"{index}: weight_map must name files in its own directory, got {name!r}")
@@ -338,10 +338,10 @@ def _safetensors_source(opened: Any, name: str, shape: tuple[int, ...], kind: st
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = GgufFile(path)
-    with _naming(path):
+    with naming(path):
         family, config = _gguf_config(file)
     ignored = re.compile("|".join(rf"^{re.escape(name)}$" for name in ROPE_FACTORS))
-    return Checkpoint(path, config, family.gguf_slots(config), "blk.", lambda: _gguf_sources(file), ignored)
+    return Checkpoint(path, config, family.gguf_slots(config), "blk.", lambda: gguf_sources(file), ignored)
 
 
 def _gguf_config(file: GgufFile) -> tuple[Family, DecoderConfig]:
@@ -353,8 +353,12 @@ def _gguf_config(file: GgufFile) -> tuple[Family, DecoderConfig]:
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     if "token_embd.weight" not in shapes:
         raise CheckpointError("tensor 'token_embd.weight' is missing")
-    factors = {name: _rope_factors(file, name) for name in ROPE_FACTORS if name in shapes}
-    return family, family.read_gguf(GgufHeader(general, Values(file.metadata, f"{name}."), shapes, factors))
+    return family, family.read_gguf(GgufHeader(general, Values(file.metadata, f"{name}."), shapes, rope_factors(file)))
+
+
+def rope_factors(file: GgufFile) -> dict[str, tuple[float, ...]]:
+    """The small tensors that rope is scaled by, as far as they are there."""
+    return {name: _rope_factors(file, name) for name in ROPE_FACTORS if name in file.tensors}
 
 
 def _rope_factors(file: GgufFile, name: str) -> tuple[float, ...]:
@@ -365,7 +369,7 @@ def _rope_factors(file: GgufFile, name: str) -> tuple[float, ...]:
     return tuple(file.read(name, 0, 1)[0].tolist())
 
 
-def _gguf_sources(file: GgufFile) -> dict[str, Source]:
+def gguf_sources(file: GgufFile) -> dict[str, Source]:
     sources = {}
     for name, tensor in file.tensors.items():
         for label, index, shape in _matrices(name, tensor.shape):
@@ -396,7 +400,7 @@ def _gguf_pack(file: GgufFile, name: str, first: int, num_rows: int) -> Pack:
             weight.fill(_of_numpy(file.raw(name, first, num_rows)), tensor.kind, first_row, order)
             file.unload(name)
             return
-        with _naming(file.path):
+        with naming(file.path):
             _check_kind(file, name)
         chunk = num_rows if order is not None else max(1, CHUNK_ELEMENTS // tensor.shape[-1])  # an order is of all rows
         for start, count in row_chunks(num_rows, chunk):
@@ -415,7 +419,7 @@ def _of_numpy(values: NDArray[Any]) -> Tensor:
 
 def _gguf_fill(file: GgufFile, name: str, start: int = 0) -> Fill:
     def fill(target: Tensor) -> None:
-        with _naming(file.path):
+        with naming(file.path):
             _check_kind(file, name)
         rows = target if target.dim() > 1 else target.unsqueeze(0)
         for first, num_rows in row_chunks(rows.shape[0], max(1, CHUNK_ELEMENTS // rows[0].numel())):
@@ -443,19 +447,39 @@ def _check_kind(file: GgufFile, name: str) -> None:
 # Both
 
 
-def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, kind_for: KindFor | None) -> dict[str, Weight]:
+def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, choose: KindFor | None) -> dict[str, Weight]:
     sources = checkpoint.sources()
     _check_names(checkpoint, sources)
+    return fill_weights(sources, checkpoint.slots, checkpoint.config.weight_shapes(), dtype, choose)
+
+
+def fill_weights(
+    sources: Mapping[str, Source],
+    slots: Mapping[str, Slot],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    choose: KindFor | None,
+) -> dict[str, Weight]:
+    """Our tensors, by name, put together from a checkpoint's.
+
+    Args:
+        sources: has every name of `slots`.
+        shapes: of our tensors; `slots` fills each.
+        dtype: of those that are not packed.
+        choose: which matrices are packed (`kind_for`); None: none.
+    Raises:
+        CheckpointError: a tensor of another shape or kind, or one that holds numbers that are not finite.
+    """
     parts: dict[str, list[Part]] = {}
-    for name, slot in checkpoint.slots.items():
-        _check_shape(sources[name].where, slot.shape, sources[name].shape)
+    for name, slot in slots.items():
+        check_shape(sources[name].where, slot.shape, sources[name].shape)
         parts.setdefault(slot.tensor, []).append((sources[name], slot))
     weights: dict[str, Weight] = {}
     packed: dict[str, list[PackedWeight]] = {}
-    for tensor, shape in checkpoint.config.weight_shapes().items():
+    for tensor, shape in shapes.items():
         own = sorted(parts[tensor], key=lambda part: part[1].start)
-        choose = _own_kind if kind_for and tensor.endswith(".router") else kind_for
-        kinds = [choose(source) for source, _ in own] if choose and len(shape) == 2 else [None]
+        kind_of = _own_kind if choose and tensor.endswith(".router") else choose
+        kinds = [kind_of(source) for source, _ in own] if kind_of and len(shape) == 2 else [None]
         known = [kind for kind in kinds if kind is not None]
         if len(known) == len(kinds):
             packed[tensor] = _packed_tensor(own, known)
@@ -516,7 +540,7 @@ def _check_names(checkpoint: Checkpoint, sources: Mapping[str, Source]) -> None:
         logger.warning("%s is not used", _printable(source.where))
 
 
-def _check_shape(where: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+def check_shape(where: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
     if expected != found:
         raise CheckpointError(f"{where}: expected shape {list(expected)}, found {list(found)}")
 

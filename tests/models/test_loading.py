@@ -24,7 +24,7 @@ from forerun.errors import CheckpointError
 from forerun.models.config import DecoderConfig, RopeConfig
 from forerun.models.decoder import Decoder
 from forerun.models.gguf_file import GgufFile
-from forerun.models.loading import _gguf_sources, load_model, read_config
+from forerun.models.loading import gguf_sources, load_model, read_config
 
 from .test_decoder import LLAMA3, TOKENS, TOLERANCE, logits_of, relative_difference
 from .tiny import FAMILIES, TIED_ONLY, hf_logits, hf_model, quantised, save_hf, write_gguf
@@ -521,7 +521,7 @@ def test_superblock_kinds_are_read_in_chunks(kind: Kind, tmp_path: Path, monkeyp
     writer.write_tensors_to_file()
     writer.close()
     target = torch.zeros(12, 512)
-    _gguf_sources(GgufFile(tmp_path / "t.gguf"))["t"].fill(target)
+    gguf_sources(GgufFile(tmp_path / "t.gguf"))["t"].fill(target)
     assert torch.equal(target, torch.from_numpy(gguf.quants.dequantize(raw, kind)))
 
 

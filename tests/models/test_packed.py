@@ -122,13 +122,13 @@ def test_fused_parts_of_different_kinds(tmp_path: Path, monkeypatch: pytest.Monk
     model = quantised(hf_model("llama"), Kind.Q8_0)
     path = write_gguf(model, tmp_path / "model.gguf", Kind.Q8_0)
     expected = load_model(path, packed=True)
-    real = load_model.__globals__["_kind_for"]
+    real = load_model.__globals__["kind_for"]
 
     def kind_for(packed: bool, quantization: str | None) -> Any:
         choose = real(packed, quantization)
         return lambda source: "bf16" if "attn_v" in source.where or "ffn_up" in source.where else choose(source)
 
-    monkeypatch.setitem(load_model.__globals__, "_kind_for", kind_for)
+    monkeypatch.setitem(load_model.__globals__, "kind_for", kind_for)
     mixed = load_model(path, packed=True)
     assert kinds_of(mixed) == [["q8_0", "bf16"], ["q8_0"], ["q8_0", "bf16"], ["q8_0"]]
     got, wanted = Cache(mixed).logits(TOKENS), Cache(expected).logits(TOKENS)
