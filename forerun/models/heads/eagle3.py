@@ -128,9 +128,7 @@ def from_hf(
     return config
 
 
-def from_gguf(
-    header: GgufHeader, target: DecoderConfig, aux_layer_ids: Sequence[int] | None = None
-) -> Eagle3Config:
+def from_gguf(header: GgufHeader, target: DecoderConfig, aux_layer_ids: Sequence[int] | None = None) -> Eagle3Config:
     """A GGUF file as llama.cpp makes them -> config.
 
     Args, Raises: see `from_hf`.

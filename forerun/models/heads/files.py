@@ -152,7 +152,9 @@ def _open_gguf(path: Path) -> HeadFile:
         if kind not in ("I32", "I64"):
             raise CheckpointError(f"{path}: tensor {name!r} is of kind {kind}, supported: I32, I64")
         dtype = np.int32 if kind == "I32" else np.int64
-        return torch.from_numpy(file.raw(name, 0, file.tensors[name].shape[0]).view(dtype).astype(np.int64)).view(file.tensors[name].shape)
+        tensor = file.tensors[name]
+        values = file.raw(name, 0, tensor.num_bytes // tensor.row_bytes).view(dtype).astype(np.int64)
+        return torch.from_numpy(values).view(tensor.shape)
 
     with naming(path):
         architecture = Values(file.metadata).text("general.architecture")

@@ -37,7 +37,9 @@ from forerun.models.loading import (
 )
 
 AnyConfig = EagleConfig | Eagle3Config
-EXTRA = re.compile(rf"^(d2t|t2d|{'|'.join(map(re.escape, ROPE_FACTORS))})$|rotary_emb\.inv_freq$")  # read apart, or not needed
+EXTRA = re.compile(
+    rf"^(d2t|t2d|{'|'.join(map(re.escape, ROPE_FACTORS))})$|rotary_emb\.inv_freq$"
+)  # read apart, or not needed
 CHUNK_ELEMENTS = 1 << 20  # compared at once
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forerun.kernels import native
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.heads import Head, load_head
 
 from ..tiny import CausalCache, attend_to_self
@@ -64,7 +64,9 @@ def target_states(target: Decoder, head: Head, tokens: Sequence[int]) -> list[Te
     """[T, Ht] for each tap of the head."""
     positions = list(range(len(tokens)))
     taps = head.config.taps
-    output = target.forward(torch.tensor(tokens), torch.tensor(positions), CausalCache().at(positions), taps)
+    output = target.forward(
+        torch.tensor(tokens), torch.tensor(positions), CausalCache(attention_spec(target.config)).at(positions), taps
+    )
     return [output.taps[tap] for tap in taps]
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.kernels import native
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.heads import Head, load_head
 from forerun.models.loading import load_model
 
@@ -60,7 +60,9 @@ class Case:
     def states(self, tokens: Tensor) -> Tensor:
         positions = list(range(len(tokens)))
         taps = self.head.config.taps
-        output = self.target.forward(tokens, torch.tensor(positions), CausalCache().at(positions), taps)
+        output = self.target.forward(
+            tokens, torch.tensor(positions), CausalCache(attention_spec(self.target.config)).at(positions), taps
+        )
         return self.head.combine([output.taps[tap] for tap in taps])
 
     def drafted(self, tokens: Tensor, given: list[int] | None = None) -> tuple[list[int], Tensor]:
