@@ -98,6 +98,10 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write the step's keys and values of a layer, [T, kv_heads, D] each, and nothing else. Ends the step."""
+        ...
+
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         """Copy the tokens at source slots to target slots in all layers (the accepted path of a tree)."""
         ...

@@ -93,6 +93,12 @@ class NativeAttention:
         )
         return out
 
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self._check(key, self.shape.num_kv_heads)
+        self._check(value, self.shape.num_kv_heads)
+        self._native.begin(self._slots.data_ptr(), self._slots.shape[0], 0, 0, 0)  # no tile: nobody attends
+        self._native.attend(layer, 0, 0, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), 0, 0)
+
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         size = self.shape.block_size
         source, target = torch.tensor(source_slots), torch.tensor(target_slots)

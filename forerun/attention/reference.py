@@ -53,10 +53,8 @@ class ReferenceAttention:
         ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        num_rows = self._slots.shape[0]
+        self.write(layer, key, value)
         stored = self.cache[:, layer]  # [blocks, 2, block_size, kv_heads, D]
-        stored[self._blocks, 0, self._offsets] = key[:num_rows].to(stored.dtype)
-        stored[self._blocks, 1, self._offsets] = value[:num_rows].to(stored.dtype)
         out = torch.zeros_like(query)
         for table, tiles in self._groups:
             num_keys = max(tile.num_keys for tile in tiles)
@@ -65,6 +63,12 @@ class ReferenceAttention:
                 path = self._follow_path(stored, keys_values, tile) if tile.path_slots else keys_values
                 out[list(tile.rows)] = self._attend_tile(query[list(tile.rows)], path, tile, self.spec.window(layer))
         return out
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        num_rows = self._slots.shape[0]
+        stored = self.cache[:, layer]  # [blocks, 2, block_size, kv_heads, D]
+        stored[self._blocks, 0, self._offsets] = key[:num_rows].to(stored.dtype)
+        stored[self._blocks, 1, self._offsets] = value[:num_rows].to(stored.dtype)
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         size = self.shape.block_size

@@ -6,10 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from forerun.attention import KVShape
 from forerun.engine.cache import CachePool
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -25,7 +23,7 @@ from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.loading import load_model, read_config
-from forerun.models.paged import PagedModel
+from forerun.models.paged import PagedModel, new_memory
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.spec.control import make_control
 from forerun.spec.proposer import TargetInfo
@@ -53,17 +51,19 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_num_threads(config.num_threads)
     path = str(resolve_model(config.model))
     model_config = read_config(path)
-    shape = attention_spec(model_config, config.block_size).shape
-    _fit(config, model_config, shape, kv_cache_bytes(config.kv_cache_memory_bytes))
+    kv_dtype = KV_DTYPES[config.kv_cache_dtype]
+    block_bytes = attention_spec(model_config, config.block_size).shape.block_bytes(kv_dtype.itemsize)
+    _fit(config, model_config, block_bytes, kv_cache_bytes(config.kv_cache_memory_bytes))
     target = _load_target(config, path, model_config)
     proposer = make_proposer(config.speculative_config, _target_info(config, target))
 
-    kv_dtype = KV_DTYPES[config.kv_cache_dtype]
-    groups = [GroupSpec("target", shape.block_bytes(kv_dtype.itemsize)), *proposer.groups]
-    pool = CachePool(groups, kv_cache_bytes(config.kv_cache_memory_bytes))
-    max_model_len = _fit(config, model_config, shape, pool.num_bytes)
-    memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
-    proposer.attach(1, memory)
+    groups = [GroupSpec("target", block_bytes), *proposer.own_groups]
+    beside_bytes = sum(group.block_bytes for group in proposer.groups_beside)
+    pool = CachePool(groups, kv_cache_bytes(config.kv_cache_memory_bytes), beside_bytes)
+    cache_bytes = pool.num_bytes + pool.num_target_blocks * beside_bytes
+    max_model_len = _fit(config, model_config, block_bytes + beside_bytes, cache_bytes)
+    memory = new_memory(pool.num_bytes)
+    proposer.attach_all(memory, pool.num_target_blocks)
     return Engine(
         runner=Runner(PagedModel.over(target.model, memory, kv_dtype, config.block_size), proposer.hidden_taps),
         scheduler=Scheduler(
@@ -73,20 +73,22 @@ def build_engine(config: EngineConfig) -> Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             on_release=proposer.forget,
+            scratch_tokens=max((group.scratch_tokens for group in proposer.groups_beside), default=0),
+            hash_look_ahead=1 if proposer.groups_beside else 0,
         ),
         proposer=proposer,
         verifier=make_verifier(config.speculative_config),
         control=make_control(config.speculative_config),
         tokenizer=target.tokenizer,
         eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        info=_info(config, target, pool, max_model_len, proposer.notes),
+        info=_info(config, target, pool, cache_bytes, max_model_len, proposer.notes),
     )
 
 
 def _target_info(config: EngineConfig, target: Target) -> TargetInfo:
     return TargetInfo(
         name=config.model,
-        config=target.config,
+        model=target.model,
         tokenizer=target.tokenizer,
         max_model_len=config.max_model_len or target.config.max_position_embeddings,
         block_size=config.block_size,
@@ -111,15 +113,20 @@ def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig) -
 
 
 def _info(
-    config: EngineConfig, target: Target, pool: CachePool, max_model_len: int, notes: Sequence[str]
+    config: EngineConfig,
+    target: Target,
+    pool: CachePool,
+    cache_bytes: int,
+    max_model_len: int,
+    notes: Sequence[str],
 ) -> EngineInfo:
     spec = config.speculative_config
-    num_blocks = pool.num_chunks * pool.groups[0].blocks_per_chunk
+    num_blocks = pool.num_target_blocks
     num_tokens = num_blocks * config.block_size
     lines = start_up_lines(
         load_bytes=target.model.weight_bytes,
         load_time_s=target.load_time_s,
-        kv_bytes=pool.num_bytes,
+        kv_bytes=cache_bytes,
         kv_dtype=str(KV_DTYPES[config.kv_cache_dtype]).removeprefix("torch."),
         num_tokens=num_tokens,
         max_model_len=max_model_len,
@@ -164,9 +171,8 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
     return warnings
 
 
-def _fit(config: EngineConfig, model: DecoderConfig, shape: KVShape, cache_bytes: int) -> int:
+def _fit(config: EngineConfig, model: DecoderConfig, block_bytes: int, cache_bytes: int) -> int:
     """The longest request that model and cache can serve; refuses one that the user asked for and that does not fit."""
-    block_bytes = shape.block_bytes(KV_DTYPES[config.kv_cache_dtype].itemsize)
     num_tokens = cache_bytes // block_bytes * config.block_size
     return fit_model_len(
         config.max_model_len, model.max_position_embeddings, num_tokens, block_bytes // config.block_size

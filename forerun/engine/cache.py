@@ -190,18 +190,25 @@ class CachePool:
 
     Args:
         specs: the groups.
-        total_bytes: size of the pool; what does not fill a chunk is left over.
+        total_bytes: for the pool and what lies beside it; what does not fill a chunk is left over.
+        beside_bytes: of other memory that each block of the target needs.
     """
 
-    def __init__(self, specs: Sequence[GroupSpec], total_bytes: int) -> None:
+    def __init__(self, specs: Sequence[GroupSpec], total_bytes: int, beside_bytes: int = 0) -> None:
         self.chunk_bytes = math.lcm(*(spec.block_bytes for spec in specs))
-        self.num_chunks = total_bytes // self.chunk_bytes
+        blocks_per_chunk = self.chunk_bytes // specs[0].block_bytes
+        self.num_chunks = total_bytes // (self.chunk_bytes + blocks_per_chunk * beside_bytes)
         self._free_chunks = list(range(self.num_chunks - 1, -1, -1))
         self.groups = [CacheGroup(spec, self, self.chunk_bytes) for spec in specs]
 
     @property
     def num_bytes(self) -> int:
         return self.num_chunks * self.chunk_bytes
+
+    @property
+    def num_target_blocks(self) -> int:
+        """Blocks of the target if it has all chunks."""
+        return self.num_chunks * self.groups[0].blocks_per_chunk
 
     def num_chunks_for(self, group: CacheGroup) -> int:
         """Chunks that `group` could still get: free ones and those that other groups do not use."""

@@ -47,6 +47,8 @@ class Scheduler:
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most rows in one step, drafted ones included.
         enable_prefix_caching: let prompts share full blocks.
+        scratch_tokens: slots of the target after the known tokens that a proposer writes beside while it drafts.
+        hash_look_ahead: tokens after a block that its identity depends on: a draft head's row knows the next token.
         on_release: told the id of each request whose blocks are taken away: finished, aborted or preempted.
     """
 
@@ -58,6 +60,8 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
+        scratch_tokens: int = 0,
+        hash_look_ahead: int = 0,
         on_release: Callable[[str], None] = _ignore,
     ) -> None:
         self.pool = pool
@@ -66,6 +70,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
+        self.scratch_tokens = scratch_tokens
+        self.hash_look_ahead = hash_look_ahead
         self.on_release = on_release
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
@@ -124,7 +130,7 @@ class Scheduler:
         for request in decoding:
             room = self._room(request) + self.target.num_available * self.block_size
             length = min(lengths.get(request.request_id, 0), request.remaining_tokens - 1, budget, room)
-            if length > 0:
+            if length > 0 and self._reserve_scratch(request, length):
                 grant.requests.append(request)
                 grant.lengths[request.request_id] = length
         for request in self.running:
@@ -258,12 +264,23 @@ class Scheduler:
             if self._can_spare(group, missing):
                 cache.blocks.extend(group.allocate(missing) or [])
 
+    def _reserve_scratch(self, request: Request, length: int) -> bool:
+        """Slots that a proposer writes beside the target's while it drafts, where the target can spare them."""
+        if not self.scratch_tokens:
+            return True
+        missing = self._blocks_missing(request, request.num_tokens + max(length, self.scratch_tokens))
+        if missing and not self._can_spare(self.target, missing):
+            return False
+        request.caches[0].blocks.extend(self.target.allocate(missing) or [])
+        return True
+
     def _can_spare(self, group: CacheGroup, num_blocks: int) -> bool:
         """Whether the target keeps a block for each running request and what the next one in the queue needs."""
         reserve = len(self.running)
         if self.waiting:
             reserve += -(-(self.waiting[0].num_tokens + 1) // self.block_size)
-        cost = group.num_chunks_taken(num_blocks) * self.target.blocks_per_chunk
+        chunks = group.num_chunks_taken(num_blocks)
+        cost = num_blocks if group is self.target else chunks * self.target.blocks_per_chunk
         return self.target.num_available - cost >= reserve
 
     def _take_back(self) -> bool:
@@ -336,7 +353,7 @@ class Scheduler:
         if not self.enable_prefix_caching:
             return []
         blocks: list[int] = []
-        num_full = (request.num_tokens - 1) // self.block_size
+        num_full = self._num_sharable(request)
         for block_hash in self._block_hashes(request, num_full)[:num_full]:
             block = group.find(block_hash)
             if block is None:
@@ -345,11 +362,15 @@ class Scheduler:
         group.share(blocks)
         return blocks
 
+    def _num_sharable(self, request: Request) -> int:
+        """Full blocks of the request's known tokens that it may take over."""
+        return (request.num_tokens - max(1, self.hash_look_ahead)) // self.block_size
+
     def _is_under_way(self, request: Request, place: int) -> bool:
         """Whether a running request computes block `place` of this one's prefix: waiting for it costs a step or few,
         not waiting computes it once more. The n answers to one prompt arrive together, and so meet this."""
         known = self._hashes[request.request_id]
-        if place >= (request.num_tokens - 1) // self.block_size or not self.enable_prefix_caching:
+        if place >= self._num_sharable(request) or not self.enable_prefix_caching:
             return False
         running = (self._hashes[r.request_id] for r in self.running if not r.decoding)
         return any(hashes[place : place + 1] == [known[place]] for hashes in running)
@@ -359,7 +380,7 @@ class Scheduler:
         hashes = self._hashes[request.request_id]
         while len(hashes) < count:
             start = len(hashes) * self.block_size
-            tokens = request.token_ids[start : start + self.block_size]
+            tokens = request.token_ids[start : start + self.block_size + self.hash_look_ahead]
             hashes.append(hash_block(hashes[-1] if hashes else None, tokens, request.cache_salt))
         return hashes
 
@@ -368,7 +389,7 @@ class Scheduler:
         if not self.enable_prefix_caching:
             return
         for group, cache in zip(self.pool.groups, request.caches, strict=True):
-            num_full = cache.num_tokens // self.block_size
+            num_full = min(cache.num_tokens, request.num_tokens - self.hash_look_ahead) // self.block_size
             for place in range(cache.num_published, num_full):
                 group.publish(cache.blocks[place], self._block_hashes(request, num_full)[place])
             cache.num_published = max(cache.num_published, num_full)

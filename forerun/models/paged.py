@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from forerun.attention import AttentionBackend, Segment, lay_out
 from forerun.attention.native import NativeAttention
 from forerun.attention.reference import ReferenceAttention
 from forerun.kernels import native
+from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Attend, Decoder, DecoderOutput, Tap, attention_spec
 
 
@@ -26,6 +28,17 @@ class Model(Protocol):
     ) -> DecoderOutput: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def new_memory(num_bytes: int) -> Tensor:
+    """[bytes] uint8 zeros that take memory only once they are used."""
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+
+
+def new_attention(config: DecoderConfig, memory: Tensor, kv_dtype: torch.dtype, block_size: int) -> AttentionBackend:
+    """The fastest backend there is, over `memory`, uint8 [bytes]: a pool of all groups, or a head's own."""
+    backend = NativeAttention if native.available() else ReferenceAttention
+    return backend(attention_spec(config, block_size), memory, kv_dtype)
 
 
 class PagedModel:
@@ -45,8 +58,7 @@ class PagedModel:
     @classmethod
     def over(cls, model: Decoder, memory: Tensor, kv_dtype: torch.dtype, block_size: int) -> PagedModel:
         """With the fastest backend there is, over `memory`: the pool of all groups, uint8 [bytes]."""
-        backend = NativeAttention if native.available() else ReferenceAttention
-        return cls(model, backend(attention_spec(model.config, block_size), memory, kv_dtype), block_size)
+        return cls(model, new_attention(model.config, memory, kv_dtype, block_size), block_size)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], taps: Sequence[Tap] = ()) -> DecoderOutput:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from forerun.engine.plan import Hidden, Plan
     from forerun.memory.groups import GroupSpec
     from forerun.models.config import DecoderConfig
+    from forerun.models.decoder import Decoder
     from forerun.models.tokenizer import Tokenizer
     from forerun.request import Request
     from forerun.spec.verifier import Verdict
@@ -109,7 +110,7 @@ class TargetInfo:
 
     Attributes:
         name: of the model, for messages.
-        config, tokenizer: of the model.
+        model, tokenizer: the target's.
         max_model_len: longest request, tokens.
         block_size: tokens a cache block.
         max_num_batched_tokens: most rows of a step.
@@ -118,13 +119,17 @@ class TargetInfo:
     """
 
     name: str
-    config: DecoderConfig
+    model: Decoder
     tokenizer: Tokenizer
     max_model_len: int
     block_size: int
     max_num_batched_tokens: int
     kv_dtype: torch.dtype
     packed: bool
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.model.config
 
 
 @dataclass(slots=True)
@@ -158,7 +163,7 @@ class Proposer(Protocol):
 
     def attach(self, place: int, memory: Tensor) -> None:
         """Called once, before the first step, where there is a group: `request.caches[place]` are the blocks that a
-        request holds of it in `memory`, the pool of all groups, uint8 [bytes]."""
+        request holds of it in `memory`, uint8 [bytes]: the pool of all groups, or its own beside the target's."""
         return None
 
     def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from forerun.errors import CheckpointError
 from forerun.models.config import DecoderConfig
-from forerun.models.families.base import Values, hf_config
+from forerun.models.families.hf import hf_config
+from forerun.models.families.values import Values
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from forerun.errors import CheckpointError
 from forerun.kernels.fused import Embedding, Linear, embed
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Attend
-from forerun.models.families.base import Values
+from forerun.models.families.values import Values
 from forerun.models.heads.blocks import Blocks, block_shapes
 from forerun.models.heads.config import HeadConfig, Shapes, check_vocabulary, hf_layers
 from forerun.models.heads.head import HeadOutput, Write

@@ -27,7 +27,9 @@ from forerun.errors import CheckpointError
 from forerun.kernels.fused import Embedding, Linear, embed, rms_norm
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Attend
-from forerun.models.families.base import GgufHeader, Values, gguf_config
+from forerun.models.families.base import GgufHeader
+from forerun.models.families.gguf import gguf_config
+from forerun.models.families.values import Values
 from forerun.models.heads.blocks import Blocks, block_shapes
 from forerun.models.heads.config import (
     HeadConfig,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError
 from forerun.kernels.packed import FLOATING, PackedWeight
-from forerun.models.families.base import Values
+from forerun.models.families.values import Values
 from forerun.models.gguf_file import GgufFile
 from forerun.models.loading import (
     Source,

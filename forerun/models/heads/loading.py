@@ -18,7 +18,8 @@ from forerun.kernels.fused import Embedding, Linear, PlainLinear, embed
 from forerun.kernels.packed import PackedLinear, PackedWeight
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.families.base import ROPE_FACTORS, GgufHeader, Slot, Values
+from forerun.models.families.base import ROPE_FACTORS, GgufHeader, Slot
+from forerun.models.families.values import Values
 from forerun.models.gguf_file import row_chunks
 from forerun.models.heads import eagle, eagle3
 from forerun.models.heads.blocks import GGUF, HF

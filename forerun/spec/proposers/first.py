@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from forerun.models.paged import new_memory
 from forerun.spec.proposer import Draft, DraftInputs, Grant, Proposer
 
 if TYPE_CHECKING:
@@ -40,15 +41,30 @@ class FirstOf(Proposer):
         self.hidden_taps = tuple(dict.fromkeys(tap for member in members for tap in member.proposer.hidden_taps))
 
     @property
-    def groups(self) -> list[GroupSpec]:
-        """The cache groups that the members need, in the order in which `attach` gives them their places."""
+    def own_groups(self) -> list[GroupSpec]:
+        """The members' cache groups with blocks of their own, in the order of the places that `attach_all` gives."""
+        return [group for group in self._groups() if not group.beside_target]
+
+    @property
+    def groups_beside(self) -> list[GroupSpec]:
+        """Those that lie beside the target's blocks."""
+        return [group for group in self._groups() if group.beside_target]
+
+    def _groups(self) -> list[GroupSpec]:
         return [member.proposer.group for member in self.members if member.proposer.group is not None]
 
-    def attach(self, place: int, memory: Tensor) -> None:
-        """Give the members with a group their places among a request's caches, from `place` on, in their order."""
-        owners = [member.proposer for member in self.members if member.proposer.group is not None]
-        for own_place, proposer in enumerate(owners, place):
-            proposer.attach(own_place, memory)
+    def attach_all(self, memory: Tensor, num_target_blocks: int) -> None:
+        """Give the members with a group their places among a request's caches, the target's being the first, and their
+        memory: `memory`, the pool's, or what lies beside the target's blocks."""
+        place = 0
+        for proposer in (member.proposer for member in self.members):
+            if proposer.group is None:
+                continue
+            if proposer.group.beside_target:
+                proposer.attach(0, new_memory(num_target_blocks * proposer.group.block_bytes))
+            else:
+                place += 1
+                proposer.attach(place, memory)
 
     def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
         draft = Draft()
