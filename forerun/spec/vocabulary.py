@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,26 @@ from forerun.models.tokenizer import Tokenizer
 
 FEWEST_SHARED_TOKENS = 100
 WORD_START_MARKS = ("\u0120", "\u2581")  # how byte-level and sentencepiece vocabularies write a leading space
+
+
+class Vocabulary(Protocol):
+    """How the ids of a draft's logits stand for the target's."""
+
+    def to_draft(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Target ids as the draft is fed them."""
+        ...
+
+    def to_target(self, token_id: int) -> int:
+        """The target id of a place in what `restrict` returns."""
+        ...
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        """logits [R, Vd] -> [R, n] in which only what may be drafted is above minus infinity."""
+        ...
+
+    def in_target_ids(self, logits: Tensor) -> Tensor:
+        """A row of what `restrict` returns -> [at most V], by target ids."""
+        ...
 
 
 class SameVocabulary:
@@ -40,6 +61,9 @@ class SameVocabulary:
         if self._never:
             logits = logits.clone()
             logits[:, self._never] = float("-inf")
+        return logits
+
+    def in_target_ids(self, logits: Tensor) -> Tensor:
         return logits
 
 
@@ -90,8 +114,35 @@ class SharedTokens:
     def restrict(self, logits: Tensor) -> Tensor:
         return logits.masked_fill(self._forbidden[: logits.shape[1]], float("-inf"))
 
+    def in_target_ids(self, logits: Tensor) -> Tensor:
+        raise NotImplementedError("drafts in another vocabulary are greedy")  # the configuration says so
 
-Vocabulary = SameVocabulary | SharedTokens
+
+class ReducedVocabulary:
+    """A head that knows some of the target's tokens, and is fed target ids.
+
+    Args:
+        draft_to_target: [Vd] int64, the target id of each draft id; None: they are the same.
+        size: of the target's vocabulary.
+    """
+
+    def __init__(self, draft_to_target: Tensor | None, size: int) -> None:
+        self._draft_to_target = draft_to_target
+        self._size = size
+
+    def to_draft(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return token_ids
+
+    def to_target(self, token_id: int) -> int:
+        return token_id if self._draft_to_target is None else int(self._draft_to_target[token_id])
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def in_target_ids(self, logits: Tensor) -> Tensor:
+        if self._draft_to_target is None:
+            return logits
+        return logits.new_full((self._size,), float("-inf")).index_copy_(0, self._draft_to_target, logits)
 
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, draft_name: str) -> list[str]:

@@ -19,6 +19,7 @@ from forerun.models.tokenizer import load_tokenizer
 from forerun.spec.config import MethodConfig
 from forerun.spec.proposer import TargetInfo
 from forerun.spec.proposers.draft_model import DraftModelProposer
+from forerun.spec.proposers.drafting import Chooser
 from forerun.spec.vocabulary import SameVocabulary, SharedTokens, Vocabulary, check_same_tokenizer
 
 GIB = 2**30
@@ -54,13 +55,10 @@ def load_draft_model(config: MethodConfig, target: TargetInfo, name: str) -> Dra
     return DraftModelProposer(
         model,
         group,
-        vocabulary,
+        Chooser(vocabulary, target.config.vocab_size, config.draft_sample_method, config.draft_min_prob),
         block_size=target.block_size,
         kv_dtype=kv_dtype,
-        target_size=target.config.vocab_size,
         max_rows=target.max_num_batched_tokens,
-        sample_method=config.draft_sample_method,
-        min_prob=config.draft_min_prob,
         mask_token_id=mask,
         name=name,
         notes=notes,
