@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.engine.plan import Grant, Plan, ScheduledRequest
+from forerun.engine.plan import Plan, ScheduledRequest
 from forerun.request import FinishReason, Request, SamplingParams
 from forerun.spec.config import SpeculativeConfig
-from forerun.spec.proposer import Draft, DraftInputs
+from forerun.spec.proposer import Draft, DraftInputs, Grant
 from forerun.spec.proposers import history
 from forerun.spec.proposers.ngram_mod import MAX_FULL_POOLS, MAX_PROBES, NgramModProposer, NgramPool, NgramPools
 from forerun.spec.registry import make_proposer

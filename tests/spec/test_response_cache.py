@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.engine.plan import Grant, Plan, ScheduledRequest
+from forerun.engine.plan import Plan, ScheduledRequest
 from forerun.request import FinishReason, Request, SamplingParams
-from forerun.spec.proposer import DraftInputs
+from forerun.spec.proposer import DraftInputs, Grant
 from forerun.spec.proposers import suffix
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.response_cache import ResponseCache
