@@ -16,9 +16,10 @@ from rich.table import Table
 
 from forerun.cli.llama_cpp import flag_rows
 from forerun.errors import ConfigError
-from forerun.spec.config import MAX_METHODS, NGRAM_MOD_TOKENS, SpeculativeConfig
+from forerun.spec.config import MAX_METHODS, SpeculativeConfig
 from forerun.spec.control import STEPS_TO_RISE
 from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, NOT_METHODS, Key, Method, Status
+from forerun.spec.method_rules import NGRAM_MOD_TOKENS
 from forerun.spec.schema import json_schema
 from forerun.spec.source import EXAMPLE, FLAG
 

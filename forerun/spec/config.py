@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
@@ -24,12 +24,13 @@ from forerun.spec.keys import (
     Status,
     keys_of,
 )
+from forerun.spec.method_rules import check_rules, fill_defaults
 from forerun.spec.refusal import did_you_mean, quoted, refuse, show, within
 from forerun.spec.source import EXAMPLE, read_object
+from forerun.spec.spec_tree import SpecTree
 
 SHORTHANDS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 MAX_METHODS = 8
-NGRAM_MOD_TOKENS = 64  # K of `ngram_mod` where none is given: llama.cpp's --spec-ngram-mod-n-max
 
 # A dotted path as vLLM reads one: two or more identifiers, no slash and no scheme.
 _DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -48,7 +49,9 @@ class MethodConfig:
 
     Attributes:
         method: one of the served methods.
-        num_speculative_tokens: K, most tokens drafted for a request in a step.
+        num_speculative_tokens: K, most tokens drafted for a request in a step. None: the checkpoint's own, until
+            `heads.complete` has read it (eagle, eagle3; never with a spec_tree). `max_draft_tokens` is K once it is
+            known.
         prompt_lookup_min, prompt_lookup_max: length of the n-gram that is looked up (ngram).
         suffix_decoding_max_tree_depth: longest path in the tree, tokens (suffix).
         suffix_decoding_max_spec_factor: a match of m tokens drafts at most m times this many (suffix).
@@ -58,22 +61,25 @@ class MethodConfig:
         ngram_mod_n_match: tokens of an n-gram (ngram_mod).
         ngram_mod_n_min: shorter drafts are dropped (ngram_mod).
         ngram_mod_pool_bytes: size of the pool (ngram_mod).
-        model, revision: the draft's directory, GGUF file or hub id, and the revision there (draft_model).
-        quantization: "int8", or None: as stored (draft_model).
+        model, revision: the draft's directory, GGUF file or hub id, and the revision there (draft_model, eagle,
+            eagle3, as all that follow without a method).
+        quantization: "int8", or None: as stored.
         kv_cache_dtype: of the draft's cache; None: the target's (draft_model).
         max_model_len: longest context of the draft, tokens; None: what its checkpoint says (draft_model).
-        draft_sample_method: "greedy", "coupled" or "probabilistic" (draft_model).
-        draft_min_prob: a draft ends where the draft model's own probability falls below this (draft_model).
-        parallel_drafting: one pass drafts all K tokens (draft_model).
+        draft_sample_method: "greedy", "coupled" or "probabilistic".
+        draft_min_prob: a draft ends where the draft's own probability falls below this.
+        parallel_drafting: one pass drafts all K tokens (draft_model, eagle3).
         use_heterogeneous_vocab: the draft may have another tokenizer (draft_model).
-        min_draft_tokens: drafts of fewer tokens are not verified; the key is `draft_min_tokens` (draft_model).
+        min_draft_tokens: drafts of fewer tokens are not verified; the key is `draft_min_tokens`.
+        draft_lm_head_quantization: "fp8" or "nvfp4", without an effect yet (eagle, eagle3).
+        spec_tree: the tree that is drafted; None: a chain (eagle, eagle3).
 
     Raises:
         ConfigError: a value that is wrong, not served or of another method, or values that contradict each other.
     """
 
     method: str
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None = None
     prompt_lookup_min: int = _default("prompt_lookup_min")
     prompt_lookup_max: int = _default("prompt_lookup_max")
     suffix_decoding_max_tree_depth: int = _default("suffix_decoding_max_tree_depth")
@@ -94,6 +100,8 @@ class MethodConfig:
     parallel_drafting: bool = _default("parallel_drafting")
     use_heterogeneous_vocab: bool = _default("use_heterogeneous_vocab")
     min_draft_tokens: int = _default("draft_min_tokens")
+    draft_lm_head_quantization: str | None = None
+    spec_tree: SpecTree | None = None
 
     def __post_init__(self) -> None:
         if self.method not in SERVED_METHODS:
@@ -107,16 +115,24 @@ class MethodConfig:
                 _refuse_foreign(key, value, [self.method])
         if self.kv_cache_dtype == "auto":
             object.__setattr__(self, "kv_cache_dtype", None)
-        _RULES[self.method](self)
+        if self.spec_tree is not None and self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", self.spec_tree.num_draft_tokens)
+        check_rules(self)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """K, once it is known."""
+        assert self.num_speculative_tokens is not None, "complete() must come first"
+        return self.num_speculative_tokens
 
     def resolved(self) -> dict[str, Any]:
-        """Every key that has an effect, as JSON values."""
-        values = {
-            key.name: getattr(self, key.attribute)
-            for key in keys_of(self.method)
-            if not key.no_effect and getattr(self, key.attribute) is not None
-        }
-        return {"method": self.method} | values
+        """Every key that has an effect, as JSON values; without K where it is not known yet."""
+        values: dict[str, Any] = {"method": self.method}
+        for key in keys_of(self.method):
+            value = None if key.no_effect else getattr(self, key.attribute)
+            if value is not None:
+                values[key.name] = value.as_json() if isinstance(value, SpecTree) else value
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +168,9 @@ class SpeculativeConfig:
         object.__setattr__(self, "rejection_sample_method", self._rule(rule))
         if self.num_speculative_tokens_per_batch_size:
             table = KEYS["num_speculative_tokens_per_batch_size"].check(self.num_speculative_tokens_per_batch_size)
-            table, warnings = clamp(table, self.num_speculative_tokens)
+            warnings: list[str] = []
+            if self.is_complete:
+                table, warnings = clamp(table, self.num_speculative_tokens)
             object.__setattr__(self, "num_speculative_tokens_per_batch_size", table)
             object.__setattr__(self, "warnings", (*self.warnings, *warnings))
 
@@ -166,9 +184,14 @@ class SpeculativeConfig:
         return rule if probabilistic else "match"  # one-hot drafts: both accept the same, and match keeps the text
 
     @property
+    def is_complete(self) -> bool:
+        """Whether K of all methods is known; if not, `heads.complete` reads it from the checkpoints."""
+        return all(member.num_speculative_tokens is not None for member in self.methods)
+
+    @property
     def num_speculative_tokens(self) -> int:
-        """K: the largest of the methods'."""
-        return max(member.num_speculative_tokens for member in self.methods)
+        """K: the largest of the methods', once it is known."""
+        return max(member.max_draft_tokens for member in self.methods)
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -279,7 +302,7 @@ def _method_config(member: _Member, flat: dict[str, Any], warnings: list[str]) -
     values = {name: value for name, value in (flat | member.own).items() if KEYS[name].belongs_to(member.method)}
     values = {KEYS[name].attribute: KEYS[name].check(value) for name, value in values.items()}
     values = {name: value for name, value in values.items() if not _OF_ATTRIBUTE[name].no_effect}
-    _FILL[member.method](values, warnings)
+    fill_defaults(member.method, values, warnings)
     if (model := values.get("model")) is not None:
         _warn_of_name(member.method, model, warnings)
     return MethodConfig(method=member.method, **values)
@@ -293,103 +316,6 @@ def _default_rule(methods: Sequence[MethodConfig], warnings: list[str]) -> str:
         "distribution of the text and not the text: a seed may give another one than without drafts"
     )
     return "standard"
-
-
-# -- each method's defaults, and its rules between keys
-
-
-def _require_tokens(values: Mapping[str, Any], method: str) -> None:
-    if "num_speculative_tokens" not in values:
-        refuse(f'num_speculative_tokens is missing: method "{method}" needs {KEYS["num_speculative_tokens"].expected}')
-
-
-def _fill_ngram(values: dict[str, Any], warnings: list[str]) -> None:
-    _require_tokens(values, "ngram")
-    low, high = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
-    values["prompt_lookup_min"] = low or high or _default("prompt_lookup_min")
-    values["prompt_lookup_max"] = high or low or _default("prompt_lookup_max")
-
-
-def _fill_suffix(values: dict[str, Any], warnings: list[str]) -> None:
-    def value(name: str) -> Any:
-        return values.get(name, _default(name))
-
-    depth = value("suffix_decoding_max_tree_depth")
-    if "num_speculative_tokens" not in values:
-        values["num_speculative_tokens"] = depth
-        warnings.append(f"num_speculative_tokens is not given: {depth}, the depth of the suffix tree, is taken")
-    # Match and draft share a path of the tree: m tokens of match leave depth - m for the draft.
-    if depth == 1 or (depth - 1) * value("suffix_decoding_max_spec_factor") + 1e-6 < 1:
-        warnings.append(
-            f"suffix_decoding_max_tree_depth={depth} with suffix_decoding_max_spec_factor="
-            f"{value('suffix_decoding_max_spec_factor')} leaves no room for a draft: nothing will be drafted"
-        )
-    elif values["num_speculative_tokens"] > depth:
-        warnings.append(
-            f"num_speculative_tokens={values['num_speculative_tokens']} is more than "
-            f"suffix_decoding_max_tree_depth={depth} lets a draft have: at most {depth - 1} tokens"
-        )
-    if "suffix_decoding_max_cached_bytes" in values and not value("suffix_decoding_max_cached_requests"):
-        warnings.append(
-            f"suffix_decoding_max_cached_bytes={values['suffix_decoding_max_cached_bytes']} has no effect without "
-            "suffix_decoding_max_cached_requests"
-        )
-
-
-def _fill_ngram_mod(values: dict[str, Any], warnings: list[str]) -> None:
-    k = values.setdefault("num_speculative_tokens", NGRAM_MOD_TOKENS)
-    values.setdefault("ngram_mod_n_min", min(_default("ngram_mod_n_min"), k))
-
-
-def _fill_draft_model(values: dict[str, Any], warnings: list[str]) -> None:
-    if "model" not in values:
-        refuse('model is missing: method "draft_model" needs the draft\'s directory, GGUF file or hub id')
-    _require_tokens(values, "draft_model")
-
-
-_FILL: dict[str, Callable[[dict[str, Any], list[str]], None]] = {
-    "ngram": _fill_ngram,
-    "suffix": _fill_suffix,
-    "ngram_mod": _fill_ngram_mod,
-    "draft_model": _fill_draft_model,
-}
-
-
-def _no_rules(config: MethodConfig) -> None:
-    pass
-
-
-def _check_not_above(config: MethodConfig, low: str, high: str) -> None:
-    low_value, high_value = getattr(config, KEYS[low].attribute), getattr(config, KEYS[high].attribute)
-    if low_value > high_value:
-        refuse(f"{low}={low_value} must not be above {high}={high_value}")
-
-
-def _check_draft_model(config: MethodConfig) -> None:
-    if not config.model:
-        refuse('model is missing: method "draft_model" needs the draft\'s directory, GGUF file or hub id')
-    _check_not_above(config, "draft_min_tokens", "num_speculative_tokens")
-    for name in ("parallel_drafting", "use_heterogeneous_vocab"):
-        if getattr(config, name) and config.draft_sample_method != "greedy":
-            refuse(
-                f'{name}=true does not go with draft_sample_method="{config.draft_sample_method}": such drafts are '
-                "greedy"
-            )
-    if config.min_draft_tokens and config.draft_sample_method == "probabilistic":
-        refuse(
-            f'draft_min_tokens={config.min_draft_tokens} does not go with draft_sample_method="probabilistic": which '
-            "drafts are dropped would depend on what was drawn, and the text would lose the target's law"
-        )
-    if config.parallel_drafting and config.use_heterogeneous_vocab:
-        refuse("parallel_drafting=true and use_heterogeneous_vocab=true exclude each other: leave one out")
-
-
-_RULES: dict[str, Callable[[MethodConfig], None]] = {
-    "ngram": lambda config: _check_not_above(config, "prompt_lookup_min", "prompt_lookup_max"),
-    "suffix": _no_rules,
-    "ngram_mod": lambda config: _check_not_above(config, "ngram_mod_n_min", "num_speculative_tokens"),
-    "draft_model": _check_draft_model,
-}
 
 
 # -- which method

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.spec.batch_table import read_table
 from forerun.spec.refusal import did_you_mean, quoted, refuse, show
+from forerun.spec.spec_tree import BOUNDS as TREE_BOUNDS
+from forerun.spec.spec_tree import KEY as TREE_KEY
+from forerun.spec.spec_tree import MAX_TOKENS, read_tree
 
-MAX_TOKENS = 1024  # most tokens of a draft and of a looked-up n-gram
 # Of a path in a suffix tree. Text of one token over and over, which any client can send, costs time in proportion:
 # 18-35 us a token at 128 (130-260 us at 1024, and 6-10 ms a proposal), see benchmarks/proposers.py.
 MAX_TREE_DEPTH = 128
@@ -64,6 +66,7 @@ class Key:
         partly: on a key that is served: what of it is not.
         served_values: the only values that are served; () for all within the bounds.
         read: reads and checks a value, where type and bounds do not say all.
+        entries: of an object: its keys, all of them whole numbers and required, with their bounds.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Key:
     partly: str = ""
     served_values: tuple[str | int, ...] = ()
     read: Callable[[object], Any] | None = None
+    entries: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
 
     @property
     def attribute(self) -> str:
@@ -99,6 +103,8 @@ class Key:
             if self.minimum is None:
                 return ""
             return f">= {self.minimum}" if self.maximum is None else f"{self.minimum} to {self.maximum}"
+        if self.entries:
+            return ", ".join(f"{name} {low} to {high}" for name, (low, high) in self.entries.items())
         return ", ".join(choice.value for choice in self.choices if choice.status is not Status.NEVER)
 
     @property
@@ -173,6 +179,7 @@ def as_float(number: float) -> float:
 
 _HEADS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 _MODELS = ("draft_model", *_HEADS)
+_NEEDS_HEAD = "heads of this kind cannot be loaded yet"
 
 _METHODS = (
     Method(
@@ -210,31 +217,31 @@ _METHODS = (
         "eagle",
         "EAGLE-1/2 head on the target's last hidden state.",
         "a head",
-        why="heads cannot be loaded yet",
+        Status.SERVED,
     ),
     Method(
         "eagle3",
         "EAGLE-3 head on several hidden states of the target; with parallel_drafting, P-EAGLE.",
         "a head",
-        why="heads cannot be loaded yet",
+        Status.SERVED,
     ),
     Method(
         "mtp",
         "Multi-token-prediction layers of the target's checkpoint, or an assistant.",
         "the target's, or a head",
-        why="heads cannot be loaded yet",
+        why=_NEEDS_HEAD,
     ),
     Method(
         "dflash",
         "Block-diffusion drafter: one pass fills a block of mask tokens.",
         "a head",
-        why="heads cannot be loaded yet",
+        why=_NEEDS_HEAD,
     ),
     Method(
         "dspark",
         "DFlash-like backbone, then a sequential Markov head.",
         "a head, or the target's",
-        why="heads cannot be loaded yet",
+        why=_NEEDS_HEAD,
     ),
     Method(
         "custom_class",
@@ -310,7 +317,6 @@ NOT_METHODS = {
     "ngram-cache": 'use "suffix", which covers it',
 }
 
-_NEEDS_HEAD = "heads cannot be loaded yet"
 _NEEDS_PARALLEL = "tensor parallel is not there yet"
 _BY_ENGINE = "the engine derives it from the target and from the draft's checkpoint"
 _LOSSY_GONE = 'removed from vLLM; what accepts more, at the cost of the text, is rejection_sample_method "fly"'
@@ -330,7 +336,7 @@ def _common_keys() -> Iterable[Key]:
         "model",
         "string",
         "The draft model or head: a directory, a GGUF file or a hub id. `ngram` and `[ngram]` mean that method.",
-        default_text="draft_model: required",
+        default_text="draft_model, eagle, eagle3: required",
         methods=_MODELS,
         status=Status.SERVED,
     )
@@ -338,7 +344,8 @@ def _common_keys() -> Iterable[Key]:
         "num_speculative_tokens",
         "integer",
         "K: most tokens drafted for a request in a step.",
-        default_text="suffix: the tree depth; ngram_mod: 64; ngram, draft_model: required",
+        default_text="suffix: the tree depth; ngram_mod: 64; eagle, eagle3: num_draft_tokens of spec_tree, else the "
+        "checkpoint's own; ngram, draft_model: required",
         minimum=1,
         maximum=MAX_TOKENS,
         choices=(Choice("auto", "as far as it pays"),),
@@ -518,7 +525,13 @@ def _model_keys() -> Iterable[Key]:
         minimum=0,
         maximum=MAX_TOKENS,
     )
-    yield served("parallel_drafting", "boolean", "One pass drafts all K tokens (PARD, P-EAGLE).", default=False)
+    yield served(
+        "parallel_drafting",
+        "boolean",
+        "One pass drafts all K tokens (PARD, P-EAGLE).",
+        ("draft_model", "eagle3", "dflash", "dspark"),
+        default=False,
+    )
     yield served(
         "use_heterogeneous_vocab",
         "boolean",
@@ -536,7 +549,7 @@ def _model_keys() -> Iterable[Key]:
     yield served(
         "kv_cache_dtype",
         "string",
-        "Type of the draft's KV cache.",
+        "Type of the draft's KV cache. That of an EAGLE head lies beside the target's and has its type: `auto` only.",
         default_text="the target's",
         choices=(
             Choice("auto", "the target's", Status.SERVED),
@@ -550,6 +563,7 @@ def _model_keys() -> Iterable[Key]:
         "max_model_len",
         "integer",
         "Longest context of the draft, tokens; a longer request goes on without its drafts.",
+        ("draft_model",),
         default_text="the shorter of the two models",
         minimum=1,
     )
@@ -565,6 +579,26 @@ def _model_keys() -> Iterable[Key]:
         partly=f"only 1 is served: {_NEEDS_PARALLEL}",
         served_values=(1,),
     )
+    yield served(
+        "draft_lm_head_quantization",
+        "string",
+        "Quantise the drafter's copy of the output head, which must be one that it shares with the target.",
+        ("eagle", "eagle3", "mtp"),
+        default_text="none",
+        choices=(Choice("fp8", "8 bits", Status.SERVED), Choice("nvfp4", "4 bits", Status.SERVED)),
+        partly="checked, without an effect yet: the drafter uses the target's head as it is",
+    )
+    yield served(
+        TREE_KEY,
+        "object",
+        "Draft a dynamic tree (EAGLE-2) and have its best nodes verified at once. depth: passes of the head after the "
+        "first, so a path has up to depth + 1 tokens; top_k: children of a node, and nodes that are expanded in a "
+        "pass; num_draft_tokens: nodes that are verified, which is K. All three are required.",
+        ("eagle", "eagle3"),
+        default_text="none: a chain",
+        read=read_tree,
+        entries=TREE_BOUNDS,
+    )
 
 
 def _later_keys() -> Iterable[Key]:
@@ -577,14 +611,6 @@ def _later_keys() -> Iterable[Key]:
         "Verify only those drafts that are worth their cost.",
         "drafting as far as it pays is not there yet",
         default=False,
-    )
-    yield later(
-        "spec_tree",
-        "object",
-        "Draft a tree: depth, top_k, num_draft_tokens.",
-        "trees come with the EAGLE heads",
-        ("eagle", "eagle3"),
-        default_text="none: a chain",
     )
     yield later(
         "draft_load_config",
@@ -609,15 +635,6 @@ def _later_keys() -> Iterable[Key]:
         _NEEDS_PARALLEL,
         _MODELS,
         default=False,
-    )
-    yield later(
-        "draft_lm_head_quantization",
-        "string",
-        "Quantise the drafter's copy of the output head.",
-        _NEEDS_HEAD,
-        ("eagle", "eagle3", "mtp"),
-        default_text="none",
-        choices=(Choice("fp8", "8 bits"), Choice("nvfp4", "4 bits")),
     )
     yield later(
         "index_share_for_mtp_iteration",
@@ -726,7 +743,7 @@ def _never_keys() -> Iterable[Key]:
         )
     for name in ("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"):
         yield never(name, _BY_ENGINE, "object", "Filled in by vLLM's engine.")
-    yield never("speculative_token_tree", "use spec_tree (not served yet)")
+    yield never("speculative_token_tree", "use spec_tree")
     for name in ("disable_by_batch_size", "speculative_disable_by_batch_size"):
         yield never(name, "use num_speculative_tokens_per_batch_size with K = 0")
     yield never("acceptance_method", "use rejection_sample_method")

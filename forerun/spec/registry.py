@@ -38,7 +38,7 @@ def make_proposer(config: SpeculativeConfig | None, target: TargetInfo) -> First
         else:
             number = f"-{seen[method.method]}" if seen[method.method] > 1 else ""
             proposer = WITH_WEIGHTS[method.method](method, target, method.method + number)
-        members.append(Member(proposer, method.method, method.num_speculative_tokens, method.min_draft_tokens))
+        members.append(Member(proposer, method.method, method.max_draft_tokens, method.min_draft_tokens))
     return FirstOf(members)
 
 

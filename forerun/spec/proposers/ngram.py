@@ -47,7 +47,7 @@ class NgramProposer(HistoryProposer):
 
     @classmethod
     def from_config(cls, config: MethodConfig) -> NgramProposer:
-        return cls(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
+        return cls(config.prompt_lookup_min, config.prompt_lookup_max, config.max_draft_tokens)
 
     def new_index(self, request: Request) -> NgramIndex:
         return NgramIndex(self.prompt_lookup_min, self.prompt_lookup_max)

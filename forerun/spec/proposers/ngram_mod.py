@@ -67,7 +67,7 @@ class NgramModProposer(HistoryProposer):
             config.ngram_mod_n_match,
             config.ngram_mod_n_min,
             config.ngram_mod_pool_bytes,
-            config.num_speculative_tokens,
+            config.max_draft_tokens,
         )
 
     def new_index(self, request: Request) -> NgramModIndex:

@@ -66,7 +66,7 @@ class SuffixProposer(HistoryProposer):
             config.suffix_decoding_max_tree_depth,
             config.suffix_decoding_max_spec_factor,
             config.suffix_decoding_min_token_prob,
-            config.num_speculative_tokens,
+            config.max_draft_tokens,
             config.suffix_decoding_max_cached_requests,
             config.suffix_decoding_max_cached_bytes,
         )
