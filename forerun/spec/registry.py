@@ -9,6 +9,7 @@ from forerun.spec.config import MethodConfig, SpeculativeConfig
 from forerun.spec.proposer import Proposer, TargetInfo
 from forerun.spec.proposers.draft_loading import load_draft_model
 from forerun.spec.proposers.first import FirstOf, Member
+from forerun.spec.proposers.head_loading import load_eagle
 from forerun.spec.proposers.ngram import NgramProposer
 from forerun.spec.proposers.ngram_mod import NgramModProposer
 from forerun.spec.proposers.suffix import SuffixProposer
@@ -23,6 +24,8 @@ WEIGHTLESS: dict[str, Callable[[MethodConfig], Proposer]] = {
 }
 WITH_WEIGHTS: dict[str, Callable[[MethodConfig, TargetInfo, str], Proposer]] = {
     "draft_model": load_draft_model,
+    "eagle": load_eagle,
+    "eagle3": load_eagle,
 }
 VERIFIERS: dict[str, Callable[[], Verifier]] = {"match": MatchVerifier, "standard": StandardVerifier}
 

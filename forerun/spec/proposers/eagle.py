@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forerun.engine.plan import Hidden, Plan, ScheduledRequest
     from forerun.memory.groups import GroupSpec
     from forerun.request import Request
-    from forerun.spec.config import SpecTree
+    from forerun.spec.spec_tree import SpecTree
     from forerun.spec.verifier import RequestVerdict, Verdict
 
 
@@ -151,7 +151,10 @@ class EagleProposer(Proposer):
     def _draft_trees(self, jobs: Sequence[Job], spec_tree: SpecTree) -> Draft:
         output = self._first_rows(jobs)
         tokens, log_probs = self._best_children(output.normed, spec_tree.top_k)
-        trees = [GrowingTree(job, tree.plant(*row)) for job, *row in zip(jobs, tokens, log_probs, strict=True)]
+        trees = [
+            GrowingTree(job, tree.plant(best, scores))
+            for job, best, scores in zip(jobs, tokens, log_probs, strict=True)
+        ]
         for row, growing in enumerate(trees):
             growing.states = [output.hidden[row]] * len(growing.pool.frontier)
         for _ in range(spec_tree.depth):
@@ -184,7 +187,7 @@ class EagleProposer(Proposer):
         first_row = 0
         for growing in trees:
             rows = range(first_row, first_row := first_row + len(growing.pool.frontier))
-            row_of = {node: row for node, row in zip(growing.pool.frontier, rows, strict=True)}
+            row_of = dict(zip(growing.pool.frontier, rows, strict=True))
             growing.pool = tree.expand(
                 growing.pool, [children[row] for row in rows], [log_probs[row] for row in rows], top_k
             )
@@ -246,9 +249,7 @@ class GrowingTree:
         self.states: list[Tensor] = []
 
 
-def _standing_rows(
-    s: ScheduledRequest, first_row: int, judged: RequestVerdict | None
-) -> tuple[list[int], list[int]]:
+def _standing_rows(s: ScheduledRequest, first_row: int, judged: RequestVerdict | None) -> tuple[list[int], list[int]]:
     """The rows of a request that stand, in the order of their positions, and the token after each.
 
     A text that ends inside an accepted draft has no token after its last row: the row is left out.
