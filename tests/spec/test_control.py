@@ -25,7 +25,7 @@ TABLE = SpeculativeConfig.parse(
 
 def request(name: str, *, decoding: bool = True, most: int | None = None) -> Request:
     made = Request(name, [1, 2, 3], 3, SamplingParams(), 0, max_draft_tokens=most)
-    made.num_computed_tokens = 2 if decoding else 1
+    made.caches[0].num_tokens = 2 if decoding else 1
     return made
 
 
@@ -44,7 +44,7 @@ def test_a_request_is_decoding_when_one_known_token_is_left_to_compute() -> None
     made = request("r")
     assert made.decoding
     for computed in (0, 1, 3):
-        made.num_computed_tokens = computed
+        made.caches[0].num_tokens = computed
         assert not made.decoding
 
 
