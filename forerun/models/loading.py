@@ -32,7 +32,8 @@ from forerun.kernels.packed import FLOATING, PackedLinear, PackedWeight, packed_
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.families import GGUF_FAMILIES, family_of
-from forerun.models.families.base import ROPE_FACTORS, Family, GgufHeader, Slot, Values
+from forerun.models.families.base import ROPE_FACTORS, Family, GgufHeader, Slot
+from forerun.models.families.values import Values
 from forerun.models.gguf_file import GgufFile, can_dequantize, row_chunks
 from forerun.models.layers import Weight, activation_terms
 

@@ -139,7 +139,7 @@ def one_row(sizes: Sizes, attention: NativeAttention, qkv: Tensor, table: list[i
 
 
 @pytest.mark.parametrize("window", [None, 1, SPLIT, 1000])
-@pytest.mark.parametrize("length", [1, 2, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT, 4000])
+@pytest.mark.parametrize("length", [1, 2, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT, 8000])
 def test_one_row_after_many_keys(length: int, window: int | None) -> None:
     sizes = Sizes(heads=2, kv_heads=1, dim=64, window=window)
     qkv = sizes.qkv(length)

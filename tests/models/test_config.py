@@ -13,7 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from forerun.errors import CheckpointError
 from forerun.models.config import DecoderConfig, MoeConfig, RopeConfig
 from forerun.models.families import FAMILIES, family_of
-from forerun.models.families.base import Values, hf_rope
+from forerun.models.families.hf import hf_rope
+from forerun.models.families.values import Values
 from forerun.models.layers import inverse_frequencies
 
 from .tiny import hf_model

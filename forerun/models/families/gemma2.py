@@ -6,17 +6,10 @@ from typing import Any
 
 from forerun.errors import CheckpointError
 from forerun.models.config import DecoderConfig
-from forerun.models.families.base import (
-    HF_LAYER_NAMES,
-    HF_POST_NORM_NAMES,
-    Family,
-    GgufHeader,
-    Values,
-    gguf_config,
-    gguf_windows,
-    hf_config,
-    hf_windows,
-)
+from forerun.models.families.base import HF_LAYER_NAMES, HF_POST_NORM_NAMES, Family, GgufHeader
+from forerun.models.families.gguf import gguf_config, gguf_windows
+from forerun.models.families.hf import hf_config, hf_windows
+from forerun.models.families.values import Values
 
 NAME = "gemma2"
 LAYERS_OF_27B = 46

@@ -8,21 +8,11 @@ from __future__ import annotations
 import dataclasses
 
 from forerun.models.config import DecoderConfig, RopeConfig
-from forerun.models.families.base import (
-    HF_LAYER_NAMES,
-    HF_POST_NORM_NAMES,
-    SWITCHES,
-    Family,
-    GgufHeader,
-    Values,
-    gguf_config,
-    gguf_rope,
-    gguf_windows,
-    hf_config,
-    hf_rope_of,
-    hf_windows,
-)
+from forerun.models.families.base import HF_LAYER_NAMES, HF_POST_NORM_NAMES, SWITCHES, Family, GgufHeader
 from forerun.models.families.gemma2 import gguf_common, hf_common
+from forerun.models.families.gguf import gguf_config, gguf_rope, gguf_windows
+from forerun.models.families.hf import hf_config, hf_rope_of, hf_windows
+from forerun.models.families.values import Values
 
 NAME = "gemma3_text"
 LAYERS_OF_27B = 62

@@ -6,7 +6,9 @@ GGUF files of them say that they are of the Llama family.
 from __future__ import annotations
 
 from forerun.models.config import DecoderConfig
-from forerun.models.families.base import Family, Values, hf_config, hf_windows
+from forerun.models.families.base import Family
+from forerun.models.families.hf import hf_config, hf_windows
+from forerun.models.families.values import Values
 
 NAME = "mistral"
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from forerun.models.config import DecoderConfig
-from forerun.models.families.base import (
-    HF_LAYER_NAMES,
-    HF_POST_NORM_NAMES,
-    Family,
-    GgufHeader,
-    Values,
-    gguf_config,
-    hf_config,
-)
+from forerun.models.families.base import HF_LAYER_NAMES, HF_POST_NORM_NAMES, Family, GgufHeader
+from forerun.models.families.gguf import gguf_config
+from forerun.models.families.hf import hf_config
+from forerun.models.families.values import Values
 
 NAME = "olmo2"
 

@@ -5,20 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from forerun.models.config import DecoderConfig
-from forerun.models.families.base import (
-    GGUF_LAYER_NAMES,
-    HF_LAYER_NAMES,
-    Family,
-    GgufHeader,
-    Values,
-    gguf_config,
-    gguf_head_dim,
-    gguf_rope,
-    gguf_windows,
-    hf_config,
-    hf_rope,
-    hf_windows,
-)
+from forerun.models.families.base import GGUF_LAYER_NAMES, HF_LAYER_NAMES, Family, GgufHeader
+from forerun.models.families.gguf import gguf_config, gguf_head_dim, gguf_rope, gguf_windows
+from forerun.models.families.hf import hf_config, hf_rope, hf_windows
+from forerun.models.families.values import Values
 
 NAME = "phi3"
 LONGROPE_NAMES = {"su": "longrope", "yarn": "longrope"}  # in early checkpoints

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from forerun.models.config import DecoderConfig
-from forerun.models.families.base import Family, GgufHeader, Values, gguf_config, hf_config, hf_windows
+from forerun.models.families.base import Family, GgufHeader
+from forerun.models.families.gguf import gguf_config
+from forerun.models.families.hf import hf_config, hf_windows
+from forerun.models.families.values import Values
 
 NAME = "qwen2"
 

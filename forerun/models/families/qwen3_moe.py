@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from forerun.errors import CheckpointError
 from forerun.models.config import MAX_LAYERS, DecoderConfig, MoeConfig
-from forerun.models.families.base import Family, GgufHeader, Values, gguf_config, gguf_uniform, hf_config, hf_windows
+from forerun.models.families.base import Family, GgufHeader
+from forerun.models.families.gguf import gguf_config, gguf_uniform
+from forerun.models.families.hf import hf_config, hf_windows
+from forerun.models.families.values import Values
 
 NAME = "qwen3_moe"
 SOFTMAX = 1  # llama.cpp's number for a softmax over the router's scores
