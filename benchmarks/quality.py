@@ -183,7 +183,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="longer questions are left out")
     parser.add_argument("--max-tokens", type=int, default=48, help="of the reference's text")
     parser.add_argument("--kv-cache-mib", type=int, default=512)
-    parser.add_argument("--kv-cache-dtypes", nargs="+", default=["float32", "bfloat16"], help="forerun's, one after another")
+    parser.add_argument(
+        "--kv-cache-dtypes", nargs="+", default=["float32", "bfloat16"], help="forerun's, one after another"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     return parser.parse_args()
 

@@ -47,7 +47,9 @@ def twin(x: Tensor, linear: PackedLinear) -> Tensor:
     for weight in linear.weights:
         values = weight.dequantize()
         exact = weight.kind == "bf16"
-        columns.append((x.double() @ values.double().T).float() if exact else quantized_linear(x, values, terms=linear.terms))
+        columns.append(
+            (x.double() @ values.double().T).float() if exact else quantized_linear(x, values, terms=linear.terms)
+        )
     y = torch.cat(columns, 1)
     return y if linear.bias is None else y + linear.bias
 
