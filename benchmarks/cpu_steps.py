@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--isa", default=None)
     parser.add_argument("--text", help="a file whose tokens the comparison takes; needs the model's tokenizer")

@@ -29,7 +29,7 @@ from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.spec.control import FixedLength
 from forerun.spec.registry import make_proposer, make_verifier
 
-KV_DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # "auto" is decided by the weights
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ def build_engine(config: EngineConfig) -> Engine:
     path = str(resolve_model(config.model))
     model_config = read_config(path)
     shape = KVShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size)
-    _fit(config, model_config, shape, kv_cache_bytes(config.kv_cache_memory_bytes))
+    least_dtype = KV_DTYPES.get(config.kv_cache_dtype, torch.bfloat16)
+    _fit(config, model_config, shape.block_bytes(least_dtype.itemsize), kv_cache_bytes(config.kv_cache_memory_bytes))
     target = _load_target(config, path, model_config)
 
-    kv_dtype = KV_DTYPES[config.kv_cache_dtype]
+    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, target.model.kv_dtype)
     block_bytes = shape.block_bytes(kv_dtype.itemsize)
     pool = CachePool([GroupSpec("target", block_bytes)], kv_cache_bytes(config.kv_cache_memory_bytes))
-    max_model_len = _fit(config, model_config, shape, pool.num_bytes)
+    max_model_len = _fit(config, model_config, block_bytes, pool.num_bytes)
     memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
     backend = NativeAttention if native.available() else ReferenceAttention
     attention: AttentionBackend = backend(shape, model_config.num_heads, memory, kv_dtype)
@@ -80,7 +81,7 @@ def build_engine(config: EngineConfig) -> Engine:
         control=FixedLength(spec.num_speculative_tokens if spec else 0),
         tokenizer=target.tokenizer,
         eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        info=_info(config, target, pool, max_model_len),
+        info=_info(config, target, pool, kv_dtype, max_model_len),
     )
 
 
@@ -98,14 +99,16 @@ def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig) -
     return Target(model_config, model, tokenizer, time.perf_counter() - started)
 
 
-def _info(config: EngineConfig, target: Target, pool: CachePool, max_model_len: int) -> EngineInfo:
+def _info(
+    config: EngineConfig, target: Target, pool: CachePool, kv_dtype: torch.dtype, max_model_len: int
+) -> EngineInfo:
     spec = config.speculative_config
     num_tokens = pool.num_chunks * config.block_size
     lines = start_up_lines(
         load_bytes=target.model.weight_bytes,
         load_time_s=target.load_time_s,
         kv_bytes=pool.num_bytes,
-        kv_dtype=str(KV_DTYPES[config.kv_cache_dtype]).removeprefix("torch."),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
         num_tokens=num_tokens,
         max_model_len=max_model_len,
     )
@@ -148,9 +151,8 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
     return warnings
 
 
-def _fit(config: EngineConfig, model: DecoderConfig, shape: KVShape, cache_bytes: int) -> int:
+def _fit(config: EngineConfig, model: DecoderConfig, block_bytes: int, cache_bytes: int) -> int:
     """The longest request that model and cache can serve; refuses one that the user asked for and that does not fit."""
-    block_bytes = shape.block_bytes(KV_DTYPES[config.kv_cache_dtype].itemsize)
     num_tokens = cache_bytes // block_bytes * config.block_size
     return fit_model_len(
         config.max_model_len, model.max_position_embeddings, num_tokens, block_bytes // config.block_size
