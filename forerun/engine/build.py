@@ -31,7 +31,7 @@ from forerun.spec.control import make_control
 from forerun.spec.proposer import TargetInfo
 from forerun.spec.registry import make_proposer, make_verifier
 
-KV_DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # "auto" is decided by the weights
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,16 @@ def build_engine(config: EngineConfig) -> Engine:
     path = str(resolve_model(config.model))
     model_config = read_config(path)
     shape = attention_spec(model_config, config.block_size).shape
-    _fit(config, model_config, shape, kv_cache_bytes(config.kv_cache_memory_bytes))
+    least_dtype = KV_DTYPES.get(config.kv_cache_dtype, torch.bfloat16)
+    _fit(config, model_config, shape.block_bytes(least_dtype.itemsize), kv_cache_bytes(config.kv_cache_memory_bytes))
     target = _load_target(config, path, model_config)
-    proposer = make_proposer(config.speculative_config, _target_info(config, target))
+    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, target.model.kv_dtype)
+    proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype))
 
-    kv_dtype = KV_DTYPES[config.kv_cache_dtype]
-    groups = [GroupSpec("target", shape.block_bytes(kv_dtype.itemsize)), *proposer.groups]
+    block_bytes = shape.block_bytes(kv_dtype.itemsize)
+    groups = [GroupSpec("target", block_bytes), *proposer.groups]
     pool = CachePool(groups, kv_cache_bytes(config.kv_cache_memory_bytes))
-    max_model_len = _fit(config, model_config, shape, pool.num_bytes)
+    max_model_len = _fit(config, model_config, block_bytes, pool.num_bytes)
     memory = torch.from_numpy(np.zeros(pool.num_bytes, np.uint8))  # zeros that take memory only once they are used
     proposer.attach(1, memory)
     return Engine(
@@ -79,11 +81,11 @@ def build_engine(config: EngineConfig) -> Engine:
         control=make_control(config.speculative_config),
         tokenizer=target.tokenizer,
         eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        info=_info(config, target, pool, max_model_len, proposer.notes),
+        info=_info(config, target, pool, kv_dtype, max_model_len, proposer.notes),
     )
 
 
-def _target_info(config: EngineConfig, target: Target) -> TargetInfo:
+def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype) -> TargetInfo:
     return TargetInfo(
         name=config.model,
         config=target.config,
@@ -91,7 +93,7 @@ def _target_info(config: EngineConfig, target: Target) -> TargetInfo:
         max_model_len=config.max_model_len or target.config.max_position_embeddings,
         block_size=config.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        kv_dtype=KV_DTYPES[config.kv_cache_dtype],
+        kv_dtype=kv_dtype,
         packed=config.dtype == "auto",
     )
 
@@ -111,7 +113,12 @@ def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig) -
 
 
 def _info(
-    config: EngineConfig, target: Target, pool: CachePool, max_model_len: int, notes: Sequence[str]
+    config: EngineConfig,
+    target: Target,
+    pool: CachePool,
+    kv_dtype: torch.dtype,
+    max_model_len: int,
+    notes: Sequence[str],
 ) -> EngineInfo:
     spec = config.speculative_config
     num_blocks = pool.num_chunks * pool.groups[0].blocks_per_chunk
@@ -120,7 +127,7 @@ def _info(
         load_bytes=target.model.weight_bytes,
         load_time_s=target.load_time_s,
         kv_bytes=pool.num_bytes,
-        kv_dtype=str(KV_DTYPES[config.kv_cache_dtype]).removeprefix("torch."),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
         num_tokens=num_tokens,
         max_model_len=max_model_len,
     )
@@ -164,9 +171,8 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
     return warnings
 
 
-def _fit(config: EngineConfig, model: DecoderConfig, shape: KVShape, cache_bytes: int) -> int:
+def _fit(config: EngineConfig, model: DecoderConfig, block_bytes: int, cache_bytes: int) -> int:
     """The longest request that model and cache can serve; refuses one that the user asked for and that does not fit."""
-    block_bytes = shape.block_bytes(KV_DTYPES[config.kv_cache_dtype].itemsize)
     num_tokens = cache_bytes // block_bytes * config.block_size
     return fit_model_len(
         config.max_model_len, model.max_position_embeddings, num_tokens, block_bytes // config.block_size
