@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forerun.attention import KVShape
 from forerun.engine.cache import CachePool
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -25,13 +24,11 @@ from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.loading import load_model, read_config
-from forerun.models.paged import PagedModel
+from forerun.models.paged import KV_DTYPES, PagedModel
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.spec.control import make_control
 from forerun.spec.proposer import TargetInfo
 from forerun.spec.registry import make_proposer, make_verifier
-
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # "auto" is decided by the weights
 
 
 @dataclass(frozen=True)
