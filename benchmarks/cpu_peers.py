@@ -1,9 +1,11 @@
 """forerun and llama.cpp on this CPU, in turns, in one run.
 
     python benchmarks/cpu_peers.py --llama-cpp BUILD/bin --models model-q4_0.gguf model-q8_0.gguf \\
-        --dataset question.jsonl [--rounds 3] [--plot peers.png]
+        --dataset question.jsonl [--rounds 3] [--plot peers.svg]
+    python benchmarks/cpu_peers.py --join FIRST SECOND ... [--plot peers.svg]
 
-For each GGUF file, both sides on the same file with the same threads:
+The second form shows what earlier runs wrote to files, as one. For each GGUF file, both sides on the same file with the
+same threads:
 
 - `step`: tokens/s of a step of 1, 4, 8 and 64 rows of one sequence with logits of the last row (llama-bench -p), and
   `prefill`: the same with 512 rows;
@@ -16,7 +18,7 @@ For each GGUF file, both sides on the same file with the same threads:
 Sides alternate, and who goes first changes from round to round. Servers start anew in each round, so that none has
 seen a question before. Figures are medians over all rounds with the lowest and the highest. "Best" takes, for each
 side, the best of its files of one model. A peer's program that is not there is skipped and named. The last line is
-JSON. Against llama.cpp b11434 `step`, `prefill` and `spec` have been run; its side of `verify` and `start` has not.
+JSON.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from peers.report import plot, show
 from proposers import commit, processor
 from rich.console import Console
 
+from forerun.kernels import native
 from forerun.models.loading import read_config
 
 Figures = dict[str, dict[str, Any]]
@@ -48,10 +51,20 @@ PARTS = ("step", "prefill", "verify", "spec", "start")
 PREFILL_ROWS = 512
 PREFILL_REPEATS = 1
 WARM_UP_TOKENS = 4
+WIDTH = 140  # columns, where the output goes to a file
 
 
 def main() -> None:
     options = parse()
+    report = join(options.join) if options.join else run(options)
+    report["best"] = best(report["files"])
+    show(Console(width=WIDTH), report)
+    if options.plot:
+        plot(report, options.plot)
+    print(json.dumps(report))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
     peer = LlamaCpp(options.llama_cpp, options.threads)
     questions = read_questions(options.dataset, options.categories, options.questions) if options.dataset else []
     skipped = [f"llama.cpp's {program}: not in {options.llama_cpp or '(no --llama-cpp)'}" for program in peer.missing]
@@ -63,17 +76,30 @@ def main() -> None:
         say(f"{model.name}:")
         report["files"][model.name] = {"model": shape(model), **measure(model, peer, questions, options)}
     report["load_average_at_end"] = load_average()
-    report["best"] = best(report["files"])
-    show(Console(), report)
-    if options.plot:
-        plot(report, options.plot)
-    print(json.dumps(report))
+    return report
+
+
+def join(outputs: Sequence[Path]) -> dict[str, Any]:
+    """The reports at the ends of the files as one. What differs between runs is listed; of a part measured twice the
+    later one stands."""
+    reports = [json.loads(path.read_text().splitlines()[-1]) for path in outputs]
+    files: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for name, figures in report["files"].items():
+            files.setdefault(name, {}).update(figures)
+    joined = {"files": files}
+    for key in (key for key in reports[0] if key not in ("files", "best")):
+        values = [report[key] for report in reports]
+        joined[key] = values[0] if all(value == values[0] for value in values) else values
+    return joined
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="folder of llama.cpp's programs")
-    parser.add_argument("--models", type=Path, nargs="+", required=True, metavar="FILE", help="GGUF files")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--models", type=Path, nargs="+", metavar="FILE", help="GGUF files")
+    what.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="outputs of earlier runs")
     parser.add_argument("--dataset", type=Path, metavar="FILE", help="Spec-Bench's question.jsonl")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
@@ -101,6 +127,7 @@ def about(options: argparse.Namespace, peer: LlamaCpp) -> dict[str, Any]:
         "machine": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "isa": native.isa() if native.available() else "plain torch",
         "llama_cpp": peer.version,
         "load_average": load_average(),
         **{key: getattr(options, key) for key in keys},

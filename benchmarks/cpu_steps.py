@@ -1,7 +1,8 @@
 """How long a step of a whole model takes on the CPU extension, by rows; and how far packed weights are from the same
 file dequantised to float32.
 
-    python benchmarks/cpu_steps.py MODEL [--threads 1 2] [--rows 1 4 8] [--prefill 512] [--context 256] [--compare]
+    python benchmarks/cpu_steps.py MODEL [--threads 1 2] [--rows 1 4 8] [--prefill 512] [--context 256]
+                                    [--kv-cache-dtype bfloat16] [--compare]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from forerun.attention import AttentionBackend, QueryTile, StepLayout
 from forerun.attention.native import NativeAttention
 from forerun.attention.reference import ReferenceAttention
+from forerun.engine.build import KV_DTYPES
 from forerun.kernels import native
 from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.loading import load_model
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--isa", default=None)
     parser.add_argument("--text", help="a file whose tokens the comparison takes; needs the model's tokenizer")
@@ -112,7 +115,9 @@ def main() -> None:
     model = load_model(args.model, packed=True, max_positions=8192)
     result: dict[str, object] = {"model": args.model, "load_s": round(time.perf_counter() - started, 2)}
     result["weight_mb"] = round(model.weight_bytes / 1e6, 1)
-    attention = backend_for(model, args.context + args.prefill + max(args.rows), False, torch.float32)
+    kv_dtype = KV_DTYPES[args.kv_cache_dtype]
+    result["kv_cache_dtype"] = str(kv_dtype)
+    attention = backend_for(model, args.context + args.prefill + max(args.rows), False, kv_dtype)
     with native.use(isa=args.isa):
         result["isa"] = native.isa()
         step(model, attention, tokens_of(model, args.context), 0)

@@ -19,7 +19,17 @@ TITLES = {
 
 
 def show(console: Console, report: Figures) -> None:
-    keys = ("commit", "machine", "threads", "llama_cpp", "torch", "rounds", "load_average", "load_average_at_end")
+    keys = (
+        "commit",
+        "machine",
+        "isa",
+        "threads",
+        "llama_cpp",
+        "torch",
+        "rounds",
+        "load_average",
+        "load_average_at_end",
+    )
     console.print(" ".join(f"{key}={report[key]}" for key in keys), highlight=False, soft_wrap=True)
     for name, figures in report["files"].items():
         for part, title in TITLES.items():
@@ -75,31 +85,50 @@ def best_table(title: str, found: Figures) -> Table:
 
 
 def plot(report: Figures, path: Path) -> None:
-    """One row of panels a file: step costs, and Spec-Bench by category."""
+    """A row of panels a model: steps by rows, and Spec-Bench by category; of each side and method the best file's."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("skipped: the plot needs matplotlib, which is not installed")
         return
-    files = report["files"]
-    picture = Figure(figsize=(13, 3.6 * len(files)), layout="constrained")
-    panels = picture.subplots(len(files), 2, squeeze=False, width_ratios=[1, 2])
-    for (left, right), (name, figures) in zip(panels, files.items(), strict=True):
-        draw_steps(left, name, figures)
-        draw_spec(right, name, figures.get("spec", {}))
-    picture.suptitle(f"{report['machine']}, {report['threads']} threads, commit {report['commit']}")
-    picture.savefig(path, dpi=120)
+    models = {model: best_spec(report["files"], model) for model in report["best"]}
+    picture = Figure(figsize=(13, 3.6 * len(models)), layout="constrained")
+    panels = picture.subplots(len(models), 2, squeeze=False, width_ratios=[1, 2])
+    for (left, right), (model, spec) in zip(panels, models.items(), strict=True):
+        draw_steps(left, model, report["best"][model])
+        draw_spec(right, model, spec)
+    picture.suptitle(f"{report['machine']}, {report['isa']}, {report['threads']} threads; each side's best file")
+    picture.savefig(path, dpi=110)
     print(f"plot: {path}")
 
 
-def draw_steps(panel: Any, name: str, figures: Figures) -> None:
+def best_spec(files: Figures, model: str) -> Figures:
+    """Of each side and method, the Spec-Bench figures of the file that gives it the most tokens/s."""
+    found: Figures = {}
+    for figures in files.values():
+        if figures["model"] != model:
+            continue
+        for side, by_category in figures.get("spec", {}).items():
+            speed = by_category["all"]["tokens_per_s"]["median"]
+            if side not in found or speed > found[side]["all"]["tokens_per_s"]["median"]:
+                found[side] = by_category
+    return found
+
+
+def draw_steps(panel: Any, model: str, best: Figures) -> None:
     colours = {"forerun": "tab:blue", "llama.cpp": "tab:orange"}
     for part, line in (("step", "-"), ("verify", "--")):
-        for side, by_rows in figures.get(part, {}).items():
-            rows = [int(key) for key in by_rows if key != "cost"]
-            medians = [by_rows[str(count)]["median"] for count in rows]
-            panel.plot(rows, medians, line, marker="o", color=colours[side], label=f"{side}, {part}")
-    panel.set(title=name, xlabel="rows in a step", ylabel="tokens/s")
+        for side, colour in colours.items():
+            points = {
+                int(what.removeprefix(f"{part} ")): figure[side][0]
+                for what, figure in best.items()
+                if what.startswith(f"{part} ") and side in figure
+            }
+            if points:
+                panel.plot(
+                    *zip(*sorted(points.items()), strict=True), line, marker="o", color=colour, label=f"{side}, {part}"
+                )
+    panel.set(title=model, xlabel="rows in a step", ylabel="tokens/s")
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:g}")
     panel.set_ylim(bottom=0)

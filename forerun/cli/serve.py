@@ -115,7 +115,7 @@ def serve(
         "Memory for KV blocks: 2GiB, 512MiB, bytes; if not given, a quarter of what is free.",
         "--kv-cache-memory", "--kv-cache-memory-bytes", metavar="BYTES")] = None,
     kv_cache_dtype: Annotated[str, _engine(
-        "auto, float32 or bfloat16, which holds twice the tokens in the same memory.")] = "auto",
+        "float32, or bfloat16, which holds twice the tokens; auto: bfloat16, unless weights are float32.")] = "auto",
     block_size: Annotated[int, _engine("Tokens a KV block.")] = 16,
     enable_prefix_caching: Annotated[bool, _engine(
         "Reuse KV of prompts that begin alike.", "--enable-prefix-caching/--no-enable-prefix-caching")] = True,

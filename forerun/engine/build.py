@@ -23,13 +23,12 @@ from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.loading import load_model, read_config
-from forerun.models.paged import PagedModel, new_memory
+from forerun.models.paged import KV_DTYPES, PagedModel, new_memory
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.spec.control import make_control
 from forerun.spec.proposer import TargetInfo
+from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
-
-KV_DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,22 @@ class Target:
     load_time_s: float
 
 
+@dataclass(frozen=True)
+class Caches:
+    """The memory of keys and values.
+
+    Attributes:
+        num_bytes: of the pool, and of what lies beside it.
+        dtype: of the target's.
+        max_model_len: the longest request that they can serve, tokens.
+    """
+
+    pool: CachePool
+    num_bytes: int
+    dtype: torch.dtype
+    max_model_len: int
+
+
 def build_engine(config: EngineConfig) -> Engine:
     """Load the models and the tokenizer, size the caches, and connect the parts.
 
@@ -51,23 +66,20 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_num_threads(config.num_threads)
     path = str(resolve_model(config.model))
     model_config = read_config(path)
-    kv_dtype = KV_DTYPES[config.kv_cache_dtype]
-    block_bytes = attention_spec(model_config, config.block_size).shape.block_bytes(kv_dtype.itemsize)
-    _fit(config, model_config, block_bytes, kv_cache_bytes(config.kv_cache_memory_bytes))
+    shape = attention_spec(model_config, config.block_size).shape
+    least_dtype = KV_DTYPES.get(config.kv_cache_dtype, torch.bfloat16)
+    _fit(config, model_config, shape.block_bytes(least_dtype.itemsize), kv_cache_bytes(config.kv_cache_memory_bytes))
     target = _load_target(config, path, model_config)
-    proposer = make_proposer(config.speculative_config, _target_info(config, target))
+    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, target.model.kv_dtype)
+    proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype))
 
-    groups = [GroupSpec("target", block_bytes), *proposer.own_groups]
-    beside_bytes = sum(group.block_bytes for group in proposer.groups_beside)
-    pool = CachePool(groups, kv_cache_bytes(config.kv_cache_memory_bytes), beside_bytes)
-    cache_bytes = pool.num_bytes + pool.num_target_blocks * beside_bytes
-    max_model_len = _fit(config, model_config, block_bytes + beside_bytes, cache_bytes)
-    memory = new_memory(pool.num_bytes)
-    proposer.attach_all(memory, pool.num_target_blocks)
+    caches = _size_caches(config, target, kv_dtype, proposer)
+    memory = new_memory(caches.pool.num_bytes)
+    proposer.attach_all(memory, caches.pool.num_target_blocks)
     return Engine(
         runner=Runner(PagedModel.over(target.model, memory, kv_dtype, config.block_size), proposer.hidden_taps),
         scheduler=Scheduler(
-            pool,
+            caches.pool,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -81,11 +93,11 @@ def build_engine(config: EngineConfig) -> Engine:
         control=make_control(config.speculative_config),
         tokenizer=target.tokenizer,
         eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        info=_info(config, target, pool, cache_bytes, max_model_len, proposer.notes),
+        info=_info(config, target, caches, proposer.notes),
     )
 
 
-def _target_info(config: EngineConfig, target: Target) -> TargetInfo:
+def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype) -> TargetInfo:
     return TargetInfo(
         name=config.model,
         model=target.model,
@@ -93,7 +105,7 @@ def _target_info(config: EngineConfig, target: Target) -> TargetInfo:
         max_model_len=config.max_model_len or target.config.max_position_embeddings,
         block_size=config.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        kv_dtype=KV_DTYPES[config.kv_cache_dtype],
+        kv_dtype=kv_dtype,
         packed=config.dtype == "auto",
     )
 
@@ -112,28 +124,21 @@ def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig) -
     return Target(model_config, model, tokenizer, time.perf_counter() - started)
 
 
-def _info(
-    config: EngineConfig,
-    target: Target,
-    pool: CachePool,
-    cache_bytes: int,
-    max_model_len: int,
-    notes: Sequence[str],
-) -> EngineInfo:
+def _info(config: EngineConfig, target: Target, caches: Caches, notes: Sequence[str]) -> EngineInfo:
     spec = config.speculative_config
-    num_blocks = pool.num_target_blocks
+    num_blocks = caches.pool.num_target_blocks
     num_tokens = num_blocks * config.block_size
     lines = start_up_lines(
         load_bytes=target.model.weight_bytes,
         load_time_s=target.load_time_s,
-        kv_bytes=cache_bytes,
-        kv_dtype=str(KV_DTYPES[config.kv_cache_dtype]).removeprefix("torch."),
+        kv_bytes=caches.num_bytes,
+        kv_dtype=str(caches.dtype).removeprefix("torch."),
         num_tokens=num_tokens,
-        max_model_len=max_model_len,
+        max_model_len=caches.max_model_len,
     )
     return EngineInfo(
         model=config.model,
-        max_model_len=max_model_len,
+        max_model_len=caches.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
@@ -169,6 +174,16 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
             "differently with and without drafts"
         )
     return warnings
+
+
+def _size_caches(config: EngineConfig, target: Target, kv_dtype: torch.dtype, proposer: FirstOf) -> Caches:
+    block_bytes = attention_spec(target.config, config.block_size).shape.block_bytes(kv_dtype.itemsize)
+    beside_bytes = sum(group.block_bytes for group in proposer.groups_beside)
+    groups = [GroupSpec("target", block_bytes), *proposer.own_groups]
+    pool = CachePool(groups, kv_cache_bytes(config.kv_cache_memory_bytes), beside_bytes)
+    num_bytes = pool.num_bytes + pool.num_target_blocks * beside_bytes
+    max_model_len = _fit(config, target.config, block_bytes + beside_bytes, num_bytes)
+    return Caches(pool, num_bytes, kv_dtype, max_model_len)
 
 
 def _fit(config: EngineConfig, model: DecoderConfig, block_bytes: int, cache_bytes: int) -> int:

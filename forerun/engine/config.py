@@ -41,7 +41,8 @@ class EngineConfig:
         max_num_batched_tokens: most tokens in one step, drafted ones included; longer prompts are computed in chunks.
         max_num_waiting: most requests that wait in a server; one more is refused.
         kv_cache_memory_bytes: memory for KV blocks; None: a quarter of what is free after loading.
-        kv_cache_dtype: of keys and values, "float32" or "bfloat16", which halves their memory; "auto": float32.
+        kv_cache_dtype: of keys and values, "float32" or "bfloat16", which halves their memory; "auto": bfloat16, or
+            float32 where the weights are plain float32.
         block_size: tokens a block.
         enable_prefix_caching: keep full blocks of finished requests for prompts that begin alike.
         num_threads: threads of the CPU's kernels; None: PyTorch's own choice.
@@ -79,7 +80,7 @@ class EngineConfig:
             raise ConfigError(f"dtype={self.dtype!r} is not served on a CPU yet: use 'auto' or 'float32'")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} is not served on a CPU: use {' or '.join(KV_CACHE_DTYPES)}"
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is not served on a CPU: use {', '.join(KV_CACHE_DTYPES)}"
             )
         if self.quantization not in (None, "int8"):
             raise ConfigError(f"quantization={self.quantization!r} is not served: use 'int8' or leave it out")

@@ -1,7 +1,8 @@
 """The door to the CPU extension: what it can do, on which instruction set, with how many threads.
 
 `available()` is asked first; without the extension (no C++ compiler at install, or a bare source tree) models run on
-plain torch. The environment variable FORERUN_ISA (portable, avx2, avxvnni, avx512, avx512vnni) limits the instruction set.
+plain torch. The environment variable FORERUN_ISA (portable, avx2, avxvnni, avx512, avx512vnni) limits the instruction
+set.
 """
 
 from __future__ import annotations

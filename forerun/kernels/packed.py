@@ -2,7 +2,8 @@
 
 A packed weight has exactly the values of the tensor it was made of. Activations are float32; for quantised weights each
 row is first rounded to int8 with a scale for each 32 values, where it matters most twice: x, and what that left over;
-for bf16 weights they stay float32. A row's result has the same bits in any call, with any threads, on any instruction set.
+for bf16 weights they stay float32. A row's result has the same bits in any call, with any threads, on any instruction
+set.
 
 Not for the case without the extension: `forerun.kernels.native.available()` is asked before anything here.
 """

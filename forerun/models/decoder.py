@@ -91,12 +91,21 @@ class Decoder:
         return [self.head, *(linear for layer in self.layers for linear in layer.linears)]
 
     @property
-    def row_multiple(self) -> int:
-        """Steps of so many rows cost no more than fewer: what plain products are padded to. Routers are too small to
-        count."""
+    def is_packed(self) -> bool:
+        """Whether all products run in the CPU extension, on weights as they are stored. Routers, too small to count,
+        stay as they are."""
         routers = {id(layer.mlp.router) for layer in self.layers if isinstance(layer.mlp, Experts)}
-        packed = all(isinstance(linear, PackedLinear) or id(linear) in routers for linear in self.linears)
-        return 1 if packed else ROW_TILE
+        return all(isinstance(linear, PackedLinear) or id(linear) in routers for linear in self.linears)
+
+    @property
+    def row_multiple(self) -> int:
+        """Steps of so many rows cost no more than fewer: what plain products are padded to."""
+        return 1 if self.is_packed else ROW_TILE
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What keys and values lose nothing worth its memory in: bfloat16 beside packed weights' own rounding."""
+        return torch.bfloat16 if self.is_packed else self.dtype
 
     @property
     def weight_bytes(self) -> int:

@@ -16,6 +16,8 @@ from forerun.kernels import native
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Attend, Decoder, DecoderOutput, Tap, attention_spec
 
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # "auto": what the model itself prefers
+
 
 class Model(Protocol):
     """What is needed of a model; `models.decoder.Decoder` is one, and so is the tests' scripted target."""

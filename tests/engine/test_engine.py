@@ -12,10 +12,13 @@ from forerun.engine.engine import Engine
 from forerun.engine.messages import NewRequest
 from forerun.engine.scheduler import share_evenly
 from forerun.errors import ConfigError, RequestError
+from forerun.kernels import native
 from forerun.request import FinishReason, Request
 from forerun.testing import ScriptedProposer
 from tests.tiny_engine import NGRAM, SUFFIX, chain, make_engine, oracle, prompts, run
 from tests.tiny_tokenizer import VOCAB_SIZE
+
+needs_extension = pytest.mark.skipif(not native.available(), reason="the CPU extension is not built")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -57,7 +60,7 @@ def test_refuses_an_id_that_is_in_use(tiny_model: Path) -> None:
         ({"num_threads": 100_000}, r"num_threads must be in \[1, \d+\] on this machine, got 100000"),
         ({"device": "cuda"}, "'cuda' is not served yet"),
         ({"dtype": "float16"}, "'float16' is not served"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not served on a CPU: use auto or float32 or bfloat16"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not served on a CPU: use auto, float32, bfloat16"),
     ],
 )
 def test_refuses_settings_in_one_line(tiny_model: Path, settings: dict[str, object], message: str) -> None:
@@ -88,6 +91,22 @@ def test_a_bfloat16_cache_holds_twice_the_tokens(tiny_model: Path) -> None:
     wide, narrow = (make_engine(tiny_model, kv_cache_dtype=dtype).info() for dtype in ("float32", "bfloat16"))
     assert narrow.kv_cache_tokens == 2 * wide.kv_cache_tokens
     assert "KV cache dtype: bfloat16, 256 bytes per token" in narrow.log_lines
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "float32"),  # as the weights
+        ({"kv_cache_dtype": "bfloat16"}, "bfloat16"),
+        pytest.param({"quantization": "int8"}, "bfloat16", marks=needs_extension),
+        pytest.param({"quantization": "int8", "kv_cache_dtype": "float32"}, "float32", marks=needs_extension),
+    ],
+)
+def test_the_cache_is_as_narrow_as_asked_or_as_the_weights(
+    tiny_model: Path, settings: dict[str, str], expected: str
+) -> None:
+    lines = make_engine(tiny_model, **settings).info().log_lines
+    assert any(line.startswith(f"KV cache dtype: {expected},") for line in lines)
 
 
 def test_an_abort_frees_everything_at_once(tiny_model: Path) -> None:

@@ -15,7 +15,7 @@ from forerun.spec.config import SpeculativeConfig
 from forerun.spec.proposer import Draft, DraftInputs, Grant
 from forerun.spec.proposers import history
 from forerun.spec.proposers.ngram_mod import MAX_FULL_POOLS, MAX_PROBES, NgramModProposer, NgramPool, NgramPools
-from forerun.spec.registry import make_proposer
+from forerun.spec.registry import WEIGHTLESS
 from forerun.spec.verifier import RequestVerdict, Verdict
 from tests.spec.test_suffix import HISTORIES, count_lines, histories
 
@@ -211,7 +211,7 @@ def test_made_from_a_configuration() -> None:
     config = SpeculativeConfig.parse(
         {"method": "ngram_mod", "ngram_mod_n_match": 7, "ngram_mod_n_min": 3, "ngram_mod_pool_bytes": 1000}
     )
-    proposer = make_proposer(config)
+    proposer = WEIGHTLESS["ngram_mod"](config.methods[0])
     assert isinstance(proposer, NgramModProposer)
     assert (proposer.n_match, proposer.n_min, proposer.num_speculative_tokens) == (7, 3, 64)
     assert (proposer.pools.pool_bytes, proposer.pools.max_bytes) == (1000, 8000)

@@ -12,7 +12,8 @@ import torch
 from forerun.engine.engine import Engine
 from forerun.engine.messages import NewRequest
 from forerun.request import Request, SamplingParams
-from forerun.spec.proposer import RequestDraft
+from forerun.spec.proposer import Proposer, RequestDraft
+from forerun.spec.proposers.first import FirstOf
 from forerun.spec.proposers.ngram_mod import NgramModProposer
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.verifiers.standard import StandardVerifier
@@ -51,10 +52,17 @@ def test_text_does_not_depend_on_what_others_said(
         assert engine.stats().num_preemptions > 0
 
 
+def only_member(engine: Engine) -> Proposer:
+    assert isinstance(engine.proposer, FirstOf)
+    (member,) = engine.proposer.members
+    return member.proposer
+
+
 def cached_answers(engine: Engine) -> list[int]:
     """Tokens of each generation of remembered answers."""
-    assert isinstance(engine.proposer, SuffixProposer)
-    cache = engine.proposer.cache
+    proposer = only_member(engine)
+    assert isinstance(proposer, SuffixProposer)
+    cache = proposer.cache
     while cache._waiting:
         cache.enter(1 << 20)
     return [generation.tree.num_tokens for generation in cache._by_age]
@@ -116,7 +124,7 @@ def test_drafts_are_shared_within_a_salt_and_not_between_two(tiny_model: Path, s
 def test_state_is_told_and_bounded_with_a_new_salt_for_each_request(tiny_model: Path) -> None:
     for spec in SHARED:
         engine = make_engine(tiny_model, spec)
-        proposer = engine.proposer
+        proposer = only_member(engine)
         if isinstance(proposer, NgramModProposer):
             bound = proposer.pools.max_bytes = 20_000
         else:

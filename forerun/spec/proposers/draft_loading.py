@@ -15,6 +15,7 @@ from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import attention_spec
 from forerun.models.loading import load_model, read_config, read_metadata
+from forerun.models.paged import KV_DTYPES
 from forerun.models.tokenizer import load_tokenizer
 from forerun.spec.config import MethodConfig
 from forerun.spec.proposer import TargetInfo
@@ -24,7 +25,6 @@ from forerun.spec.vocabulary import SameVocabulary, SharedTokens, Vocabulary, ch
 
 GIB = 2**30
 KIB = 2**10
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
