@@ -215,6 +215,8 @@ class EagleProposer(Proposer):
             if judged is None or judged.finish_reason is None:
                 last.append((s.request.request_id, len(rows) - 1))
             first_row += s.num_rows
+        if not rows:
+            return
         states = self._head.combine([hidden.taps[tap][rows] for tap in self.hidden_taps])
         self._fill([segment for segment in segments if segment.token_ids], states)
         for request_id, place in last:
