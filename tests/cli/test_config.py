@@ -26,7 +26,7 @@ from forerun.cli.speculation import (
     SpecTokensOption,
     SpeculativeConfigOption,
     join_dotted,
-    speculative_config_from_options,
+    roles_from_options,
 )
 from forerun.errors import ConfigError
 from forerun.spec.config import SpeculativeConfig
@@ -52,7 +52,8 @@ def draft(
     spec_note: SpecNotesOption = None,
 ) -> None:
     """A command with the speculation options, as `serve` and `generate` have them."""
-    resolved, notes = speculative_config_from_options(
+    _, resolved, notes = roles_from_options(
+        "m",
         speculative_config=speculative_config,
         spec_method=spec_method,
         spec_model=spec_model,

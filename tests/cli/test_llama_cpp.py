@@ -215,10 +215,10 @@ def test_a_note_is_said_without_speculation_too(
 def test_a_head_is_refused_as_any_other_configuration_of_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["-p", "x"] if command == "generate" else []
     with pytest.raises(SystemExit) as ended:
-        main([command, "m", *options, "--spec-type", "draft-eagle3", "-md", "h"])
+        main([command, "m", *options, "--spec-type", "draft-mtp", "-md", "h"])
     assert ended.value.code == 1
     err = capsys.readouterr().err
-    assert err.startswith('forerun: error: speculative_config: method="eagle3" is not served yet')
+    assert err.startswith('forerun: error: speculative_config: method="mtp" is not served yet')
     assert "read as --speculative-config '" in err
     assert err.count("\n") == 1
 
