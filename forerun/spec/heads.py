@@ -36,28 +36,30 @@ def complete(config: SpeculativeConfig, target: DecoderConfig) -> tuple[Speculat
 
 def _with_header(method: MethodConfig, target: DecoderConfig, notes: list[str]) -> MethodConfig:
     assert method.model is not None
-    name = show(method.model)
     head = read_head(resolve_model(method.model, revision=method.revision), target)
     if head.method != method.method:
         refuse(
-            f'method="{method.method}" does not fit model={name}, whose checkpoint is a head of method '
+            f'method="{method.method}" does not fit model={method.model!r}, whose checkpoint is a head of method '
             f'"{head.method}": give that'
         )
     _check_output_head(method, head, target)
     if method.parallel_drafting and head.mask_token_id is None:
         refuse(
-            f"parallel_drafting=true does not fit model={name}: its checkpoint has no mask state, so it is no P-EAGLE "
-            "head: leave parallel_drafting out"
+            f"parallel_drafting=true does not fit model={method.model!r}: its checkpoint has no mask state, so it is "
+            "no P-EAGLE head: leave parallel_drafting out"
         )
     parallel = head.mask_token_id is not None
     if parallel and not method.parallel_drafting:
-        notes.append(f"WARNING: model {name} is a P-EAGLE head: parallel_drafting is turned on")
+        notes.append(f"WARNING: model {method.model!r} is a P-EAGLE head: parallel_drafting is turned on")
     k = method.num_speculative_tokens
     if k is None:
         k = head.num_speculative_tokens
         if k is None:
-            refuse(f"num_speculative_tokens is missing, and the checkpoint of model={name} has no number of its own")
-        notes.append(f"num_speculative_tokens={k}, as the checkpoint of {name} says")
+            refuse(
+                f"num_speculative_tokens is missing, and the checkpoint of model={method.model!r} has no number of its "
+                "own"
+            )
+        notes.append(f"num_speculative_tokens={k}, as the checkpoint of {method.model!r} says")
     return dataclasses.replace(method, num_speculative_tokens=k, parallel_drafting=parallel)
 
 
@@ -68,6 +70,6 @@ def _check_output_head(method: MethodConfig, head: HeadConfig, target: DecoderCo
     if method.draft_lm_head_quantization is not None and not shared:
         refuse(
             f"draft_lm_head_quantization={show(method.draft_lm_head_quantization)} does not fit model="
-            f"{show(method.model)}: it needs a head that shares the target's output head, and this one has its own, "
+            f"{method.model!r}: it needs a head that shares the target's output head, and this one has its own, "
             f"{list(size)}"
         )

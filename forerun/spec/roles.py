@@ -51,7 +51,7 @@ def assign_roles(model: str, source: Source) -> Roles:
     config = read_config_json(folder) if folder is not None else {}
     if folder is None or config.get("speculators_config") is None:
         return Roles(model, source)
-    with within(f"the speculators checkpoint {show(model)}"):
+    with within(f"the speculators checkpoint {model!r}"):
         draft = _draft(model, config)
         target = _verifier(config, folder)
         given = _given(source)

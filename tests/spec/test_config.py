@@ -250,6 +250,13 @@ def test_no_torch_is_imported() -> None:
         ('{"method":"qqqq"}', ['"qqqq"', "known: ", "served: "]),
         ('{"method":"ngram","method":"ngram"}', ["method", "twice"]),
         ('{"draft_load_config":{"a":1,"a":2}}', ['"a"', "twice"]),
+        ('{"method":"eagle3","model":"h","spec_tree":{"depth":1,"depth":2}}', ["depth", "twice"]),
+        ('{"method":"eagle3","model":"h","spec_tree":"{depth:2}"}', ["spec_tree must be an object", '"{depth:2}"']),
+        ('{"method":"eagle3","model":"h","spec_tree":{"depth":2}}', ["spec_tree=", "top_k is missing"]),
+        ('{"method":"eagle3","model":"h","spectree":{}}', ['"spectree"', 'mean "spec_tree"']),
+        ('{"method":"eagle_3","model":"h"}', ['"eagle_3"', 'mean "eagle3"']),
+        ('{"method":"peagle","model":"h"}', ['"peagle"', '"eagle3" with "parallel_drafting": true']),
+        ('{"method":"draft-eagle3","model":"h"}', ['"draft-eagle3"', 'llama.cpp\'s name for "eagle3"']),
         ('{"prompt_lookup_max":3,"prompt-lookup-max":4}', ["prompt_lookup_max", "twice", "3", "4"]),
     ],
 )
