@@ -67,11 +67,18 @@ def assign_roles(model: str, source: Source) -> Roles:
 
 def _folder(model: str) -> Path | None:
     """Where the model's config.json may lie; None where it has none, or there is no such model: loading it will say."""
-    path = Path(model).expanduser()
-    if model and path.exists():
-        return path
-    is_hub_model = model not in BUILTIN_MODELS and HubModel.parse(model) is not None
-    return resolve_model(model, weights=False) if is_hub_model else None
+    if model and _is_there(model):
+        return Path(model).expanduser()
+    on_hub = None if model in BUILTIN_MODELS else HubModel.parse(model)
+    # A file of a repository is a GGUF file, which has no config.json.
+    return resolve_model(model, weights=False) if on_hub is not None and on_hub.file is None else None
+
+
+def _is_there(path: str | Path) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # no name that a file could have, or a home that nobody has
+        return False
 
 
 def _given(source: Source) -> dict[str, Any]:
@@ -99,10 +106,9 @@ def _verifier(config: Mapping[str, Any], folder: Path) -> str:
     instead = 'give the target as the model to serve, and the checkpoint as "model" of the speculative configuration'
     if not isinstance(name, str) or not name.strip():
         refuse(f"{entry} names no target: {instead}")
-    beside = folder / name
-    target = str(beside) if beside.exists() else name
-    if not (Path(target).expanduser().exists() or target in BUILTIN_MODELS or HubModel.parse(target)):
+    target = str(folder / name) if _is_there(folder / name) else name
+    if not (_is_there(target) or target in BUILTIN_MODELS or HubModel.parse(target)):
         refuse(f"{entry} is no path, built-in name or hub id: {instead}")
-    if read_config_json(Path(target).expanduser()).get("speculators_config") is not None:
+    if _is_there(target) and read_config_json(Path(target).expanduser()).get("speculators_config") is not None:
         refuse(f"{entry} is a speculators checkpoint itself, and no target: {instead}")
     return target
