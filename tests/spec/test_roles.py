@@ -92,6 +92,9 @@ def test_peagle_means_drafts_of_one_pass(served: tuple[Path, Path], tmp_path: Pa
     roles = assign_roles(str(head), None)
     assert roles.source == {"method": "eagle3", "model": str(head), "parallel_drafting": True}
     assert roles.target == str(served[0])
+    otherwise = assign_roles(str(head), {"parallel_drafting": False}).source
+    assert isinstance(otherwise, dict)
+    assert otherwise["parallel_drafting"] is False  # the header will have a word in it, see `complete`
 
 
 def test_a_folder_of_the_checkpoint_comes_before_any_other_path(
