@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,10 @@ from forerun.models.tokenizer import Tokenizer
 from forerun.request import DRAWN_SEED_BITS, FinishReason, SamplingParams
 from forerun.spec.config import SpeculativeConfig
 from forerun.spec.per_request import RequestSpeculation, request_speculation
+from forerun.spec.roles import assign_roles
 from forerun.spec.verifier import TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -73,7 +77,8 @@ class LLM:
     """A model with its engine in this process.
 
     Args:
-        model: a directory in Hugging Face layout, a .gguf file or a built-in name (`smollm2-135m`).
+        model: a directory in Hugging Face layout, a .gguf file or a built-in name (`smollm2-135m`). A speculators
+            checkpoint serves its verifier, and drafts for it.
         speculative_config: keys as in docs/speculative-config.md; None: plain decoding.
         settings: any other field of `EngineConfig`.
 
@@ -91,9 +96,13 @@ class LLM:
         unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
         if unknown:
             raise ConfigError(f"unknown setting {min(unknown)!r}: LLM takes the fields of EngineConfig")
-        if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
-            speculative_config = SpeculativeConfig.parse(speculative_config)
-        config = EngineConfig(model=model, speculative_config=speculative_config, **settings)
+        roles = assign_roles(model, speculative_config)
+        if roles.note:
+            logger.info("%s", roles.note)
+        spec = roles.source
+        if spec is not None and not isinstance(spec, SpeculativeConfig):
+            spec = SpeculativeConfig.parse(spec)
+        config = EngineConfig(model=roles.target, speculative_config=spec, **settings)
         self.engine = Engine.from_config(config)
         self.tokenizer: Tokenizer = self.engine.outputs.tokenizer
         self._ids = itertools.count()

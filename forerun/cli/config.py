@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -19,9 +19,13 @@ from forerun.errors import ConfigError
 from forerun.spec.config import MAX_METHODS, SpeculativeConfig
 from forerun.spec.control import STEPS_TO_RISE
 from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, NOT_METHODS, Key, Method, Status
-from forerun.spec.method_rules import NGRAM_MOD_TOKENS
+from forerun.spec.method_rules import HEADS, NGRAM_MOD_TOKENS
+from forerun.spec.roles import Roles, assign_roles
 from forerun.spec.schema import json_schema
 from forerun.spec.source import EXAMPLE, FLAG
+
+if TYPE_CHECKING:
+    from forerun.models.config import DecoderConfig
 
 _STYLES = {Status.SERVED: "green", Status.NOT_YET: "yellow", Status.NEVER: "red"}
 _SHORT_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "array": "list"}
@@ -57,16 +61,30 @@ def config(
 
 
 def _check(text: str, model: str | None) -> None:
-    resolved = SpeculativeConfig.parse(text)
-    if model is not None:
-        check_model(model)
-    for warning in resolved.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+    roles = Roles("", text) if model is None else assign_roles(model, text)
+    resolved = SpeculativeConfig.parse(roles.source)
+    notes = [*([roles.note] if roles.note else []), *(f"warning: {warning}" for warning in resolved.warnings)]
+    if model is not None and (target := check_model(roles.target)) is not None:
+        resolved, more = _complete(resolved, target)
+        notes += more
+    for note in notes:
+        typer.echo(note.replace("WARNING: ", "warning: "), err=True)
     typer.echo(json.dumps(resolved.resolved(), indent=2))
 
 
-def check_model(model: str) -> None:
-    """Read the target's configuration, not its weights. A built-in model is known to be good and is not fetched.
+def _complete(config: SpeculativeConfig, target: DecoderConfig) -> tuple[SpeculativeConfig, Sequence[str]]:
+    """With what the headers of draft heads say, where all of them lie here: nothing is fetched."""
+    heads = [method.model for method in config.methods if method.method in HEADS]
+    if not all(head is not None and Path(head).exists() for head in heads):
+        return config, ()
+    from forerun.spec.heads import complete
+
+    return complete(config, target)
+
+
+def check_model(model: str) -> DecoderConfig | None:
+    """Read the target's configuration, not its weights. None for a built-in model, which is known to be good and is not
+    fetched.
 
     Raises:
         ConfigError: no such model, or one that is not served.
@@ -74,11 +92,11 @@ def check_model(model: str) -> None:
     from forerun.models.builtin import BUILTIN_MODELS, resolve_model
 
     if model in BUILTIN_MODELS and not Path(model).exists():
-        return
+        return None
     path = resolve_model(model, weights=False)
     from forerun.models.loading import read_config  # brings torch, which nothing else here needs
 
-    read_config(path)
+    return read_config(path)
 
 
 def _type(key: Key) -> str:
@@ -177,9 +195,9 @@ _RULES = f"""\
 ## How a configuration is resolved
 
 1. `method` is missing: `model` decides. `ngram` and `[ngram]` mean that method, a dotted path means `custom_class`.
-   Else the last component of the path counts: `eagle-`, `eagle3`, `dflash` or `dspark` in it mean that method; then
-   config.json, where the model is a directory that has one; else it is a draft model. Nothing overrides a `method` that
-   is given: where name or config.json suggest another one, a warning says so.
+   Else files that lie here count: keys of config.json, the names of the tensors, the header of a GGUF file. Where they
+   say nothing, `eagle-`, `eagle3`, `dflash` or `dspark` in the last component of the path mean that method; else it is
+   a draft model. Nothing overrides a `method` that is given: a warning says where files or name suggest another one.
 2. An alias becomes the method that it names, with a warning.
 3. `ngram`: `num_speculative_tokens` must be given. Of `prompt_lookup_min` and `prompt_lookup_max` one that is missing
    takes the value of the other; both are 5 where both are missing. min above max is refused.
@@ -189,7 +207,14 @@ _RULES = f"""\
    above it is refused.
 6. `draft_model`: `model` and `num_speculative_tokens` must be given. `parallel_drafting` and `use_heterogeneous_vocab`
    exclude each other, and go with `draft_sample_method` `greedy` only.
-7. `rejection_sample_method` `standard` becomes `match` unless a draft is probabilistic: with one-hot and coupled drafts
+7. `eagle`, `eagle3`: `model` must be given. `num_speculative_tokens` is the checkpoint's own where it is missing;
+   where that has none either, the start is refused. It is read from the header, before weights are loaded, and logged.
+   A checkpoint that is a head of the other method is refused. A P-EAGLE head turns `parallel_drafting` on, with a
+   warning; on any other head `true` is refused. The cache of a head has the target's type.
+8. `spec_tree`: K is its `num_draft_tokens`; another `num_speculative_tokens` is refused, and so are
+   `parallel_drafting`, `draft_min_prob` and any `draft_sample_method` but `greedy` beside it. `num_draft_tokens` is at
+   most what a tree of that depth and top_k has: top_k + depth * top_k^2.
+9. `rejection_sample_method` `standard` becomes `match` unless a draft is probabilistic: with one-hot and coupled drafts
    `match` keeps the text, and with one-hot ones both accept the same. With `draft_sample_method` `probabilistic`
    `standard` is taken where no rule is given, with a warning: it keeps the distribution, not the text of a seed.
    `match` is refused with it.
@@ -203,6 +228,16 @@ prefixes are: requests of one salt (or of none) draft from each other, those of 
 given up.
 
 Bounds above (1024 tokens, 128 for the depth of the suffix tree, {MAX_METHODS} methods) are ours; vLLM has none.
+
+## Speculators checkpoints
+
+A checkpoint with `speculators_config` in its config.json names its target. As `model` of the configuration it is a
+draft like any other. As the model to serve (`forerun serve CHECKPOINT`, `generate`, `LLM(CHECKPOINT)`) it changes its
+role: model and tokenizer are its `verifier.name_or_path` (a path from the checkpoint's folder if one is there; else a
+path, a built-in name or a hub id), and the checkpoint drafts by the method that its `speculators_model_type` means
+(`eagle3`; `peagle`: `eagle3` with `parallel_drafting`; others are refused by name) with its own K. Keys of
+`{FLAG}` win, but `method` and `model` must not contradict it. A line of the log says who serves and who
+drafts.
 
 ## Several methods
 

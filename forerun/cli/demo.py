@@ -23,15 +23,15 @@ from forerun.cli.speculation import (
     SpecModelOption,
     SpecTokensOption,
     SpeculativeConfigOption,
-    speculative_config_from_options,
+    roles_from_options,
 )
 from forerun.errors import ConfigError
 from forerun.request import SamplingParams
+from forerun.spec.config import SpeculativeConfig
 
 if TYPE_CHECKING:  # torch comes with them, and the options are judged first
     from forerun.llm import LLM, CompletionOutput
     from forerun.models.tokenizer import Tokenizer
-    from forerun.spec.config import SpeculativeConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION = {"method": "suffix", "num_speculative_tokens": 12}
@@ -118,12 +118,14 @@ def demo(
 
     Ends with exit code 1 where a token differs.
     """
-    spec, notes = speculative_config_from_options(
-        speculative_config=speculative_config, spec_method=spec_method, spec_model=spec_model, spec_tokens=spec_tokens
+    target, spec, notes = roles_from_options(
+        model,
+        speculative_config=speculative_config,
+        spec_method=spec_method,
+        spec_model=spec_model,
+        spec_tokens=spec_tokens,
     )
-    if spec is None:
-        spec, notes = speculative_config_from_options(speculative_config=DEFAULT_SPECULATION)
-    assert spec is not None
+    spec = spec or SpeculativeConfig.parse(DEFAULT_SPECULATION)
     for warning in notes:
         say(f"warning: {warning}")
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
@@ -133,7 +135,8 @@ def demo(
     with progress.status(f"loading {model}"):
         from forerun.llm import LLM
 
-        llm = LLM(model, speculative_config=spec, kv_cache_memory_bytes=cache_bytes, num_threads=num_threads)
+        llm = LLM(target, speculative_config=spec, kv_cache_memory_bytes=cache_bytes, num_threads=num_threads)
+        spec = SpeculativeConfig.parse(llm.info.speculative_config)  # K may be that of a checkpoint
     if not llm.tokenizer.has_chat_template:
         raise ConfigError(f"model {model!r} has no chat template, which the demo's prompts need: give another model")
     with progress.status("warming up") as status:

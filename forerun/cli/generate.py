@@ -20,7 +20,7 @@ from forerun.cli.speculation import (
     SpecNotesOption,
     SpecTokensOption,
     SpeculativeConfigOption,
-    speculative_config_from_options,
+    roles_from_options,
 )
 from forerun.errors import RequestError
 from forerun.request import DRAWN_SEED_BITS, SamplingParams
@@ -65,7 +65,8 @@ def generate(
 
     Drafting (--speculative-config, see `forerun config`) changes the speed and not the text.
     """
-    spec, notes = speculative_config_from_options(
+    target, spec, notes = roles_from_options(
+        model,
         speculative_config=speculative_config,
         spec_method=spec_method,
         spec_model=spec_model,
@@ -97,7 +98,7 @@ def generate(
     from forerun.llm import LLM
 
     llm = LLM(
-        model,
+        target,
         speculative_config=spec,
         tokenizer=tokenizer,
         max_model_len=max_model_len,

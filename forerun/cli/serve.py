@@ -18,7 +18,7 @@ from forerun.cli.speculation import (
     SpecNotesOption,
     SpecTokensOption,
     SpeculativeConfigOption,
-    speculative_config_from_options,
+    roles_from_options,
 )
 from forerun.engine.config import EngineConfig
 from forerun.engine.core import log_to_stderr
@@ -150,7 +150,8 @@ def serve(
     Draft with --speculative-config (see `forerun config`); the answers do not change by it.
     """
     # fmt: on
-    spec, notes = speculative_config_from_options(
+    target, spec, notes = roles_from_options(
+        model,
         speculative_config=speculative_config,
         spec_method=spec_method,
         spec_model=spec_model,
@@ -160,7 +161,7 @@ def serve(
         notes=spec_note,
     )
     config = EngineConfig(
-        model=model,
+        model=target,
         tokenizer=tokenizer,
         speculative_config=spec,
         device=device,

@@ -1,6 +1,6 @@
 """The speculation options of a command line, for every command that has them.
 
-A command declares the options with the types below and hands their values to `speculative_config_from_options`; the
+A command declares the options with the types below and hands their values to `roles_from_options`; the
 main program passes its arguments through `join_dotted` first. Not for the keys themselves: see `forerun.spec`.
 """
 
@@ -17,6 +17,7 @@ from forerun.errors import ConfigError
 from forerun.spec.config import SpeculativeConfig, add_shorthand, known_keys
 from forerun.spec.keys import KEYS
 from forerun.spec.refusal import refuse, show
+from forerun.spec.roles import assign_roles
 from forerun.spec.source import FLAG, read_object
 
 SpeculativeConfigOption = Annotated[
@@ -43,7 +44,8 @@ _WHOLE = re.compile(r"(?:--speculative-config|-sc)(?:=(?P<value>.*))?", re.DOTAL
 _NUMBER = re.compile(r"-\.?\d.*")
 
 
-def speculative_config_from_options(
+def roles_from_options(
+    model: str,
     *,
     speculative_config: str | Mapping[str, Any] | None = None,
     spec_method: str | None = None,
@@ -52,15 +54,16 @@ def speculative_config_from_options(
     speculative_model: str | None = None,
     num_speculative_tokens: int | None = None,
     notes: Sequence[str] | None = None,
-) -> tuple[SpeculativeConfig | None, tuple[str, ...]]:
-    """What the options resolve to (None where none of them is given; an empty string counts as given), and what the
-    user should know about it, for the log.
+) -> tuple[str, SpeculativeConfig | None, tuple[str, ...]]:
+    """The model to serve, what the options resolve to (None where none of them is given; an empty string counts as
+    given), and what the user should know about it, for the log.
 
     Args:
+        model: as it was given. A speculators checkpoint drafts for the model that it names, see `assign_roles`.
         speculative_model, num_speculative_tokens: the spellings of old, taken with a warning that shows the JSON.
         notes: what `cli/llama_cpp.py` says about the flags that it translated.
     Raises:
-        ConfigError: as `SpeculativeConfig.parse`; also where a key is given by two options.
+        ConfigError: as `SpeculativeConfig.parse` and `assign_roles`; also where a key is given by two options.
     """
     options = (
         ("--spec-method", spec_method, "method"),
@@ -70,13 +73,14 @@ def speculative_config_from_options(
         ("--num-speculative-tokens", num_speculative_tokens, "num_speculative_tokens"),
     )
     said = tuple(notes or ())
-    if speculative_config is None and all(value is None for _, value, _ in options):
-        return None, said
-    given = known_keys(read_object({} if speculative_config is None else speculative_config))
-    for flag, value, key in options:
-        add_shorthand(given, flag, value, key)
+    given: dict[str, Any] | None = None
+    if speculative_config is not None or any(value is not None for _, value, _ in options):
+        given = known_keys(read_object({} if speculative_config is None else speculative_config))
+        for flag, value, key in options:
+            add_shorthand(given, flag, value, key)
     try:
-        config = SpeculativeConfig.parse(given)
+        roles = assign_roles(model, given)
+        config = None if roles.source is None else SpeculativeConfig.parse(roles.source)
     except ConfigError as error:
         if not said:
             raise
@@ -84,7 +88,9 @@ def speculative_config_from_options(
     legacy = [flag for flag, value, _ in options[3:] if value is not None]
     if legacy:
         said += (f"{' and '.join(legacy)}: old spelling, read as {FLAG} '{json.dumps(given)}'",)
-    return config, said + config.warnings
+    if roles.note:
+        said += (roles.note,)
+    return roles.target, config, said + (config.warnings if config else ())
 
 
 def join_dotted(arguments: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from forerun.models.loading import load_model, read_config
 from forerun.models.paged import KV_DTYPES, PagedModel, new_memory
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.spec.control import make_control
+from forerun.spec.heads import complete
 from forerun.spec.proposer import TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
@@ -66,6 +68,7 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_num_threads(config.num_threads)
     path = str(resolve_model(config.model))
     model_config = read_config(path)
+    config, notes = _complete(config, model_config)
     shape = attention_spec(model_config, config.block_size).shape
     least_dtype = KV_DTYPES.get(config.kv_cache_dtype, torch.bfloat16)
     _fit(config, model_config, shape.block_bytes(least_dtype.itemsize), kv_cache_bytes(config.kv_cache_memory_bytes))
@@ -93,8 +96,16 @@ def build_engine(config: EngineConfig) -> Engine:
         control=make_control(config.speculative_config),
         tokenizer=target.tokenizer,
         eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        info=_info(config, target, caches, proposer.notes),
+        info=_info(config, target, caches, [*notes, *proposer.notes]),
     )
+
+
+def _complete(config: EngineConfig, target: DecoderConfig) -> tuple[EngineConfig, Sequence[str]]:
+    """The settings with what the headers of draft heads say, and lines for the log."""
+    if config.speculative_config is None:
+        return config, ()
+    speculative_config, notes = complete(config.speculative_config, target)
+    return dataclasses.replace(config, speculative_config=speculative_config), notes
 
 
 def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype) -> TargetInfo:

@@ -328,14 +328,15 @@ def _resolve_method(method: object, model: object, warnings: list[str]) -> str:
     name = _method_name(method)
     if name != method:
         if METHODS[name].status is not Status.SERVED:
-            refuse(f'method={show(method)} means "{name}", which {_unserved(name)}')
+            refuse(f'method={show(method)} means "{name}", which {unserved(name)}')
         warnings.append(f'method "{method}" is called "{name}" here')
     if METHODS[name].status is not Status.SERVED:
-        refuse(f'method="{name}" {_unserved(name)}')
+        refuse(f'method="{name}" {unserved(name)}')
     return name
 
 
-def _unserved(name: str) -> str:
+def unserved(name: str) -> str:
+    """Why a method is not served, to follow its name."""
     method = METHODS[name]
     yet = " yet" if method.status is Status.NOT_YET else ""
     return f"is not served{yet} ({method.why}); served: {quoted(SERVED_METHODS)}"
@@ -367,10 +368,10 @@ def _method_of_model(model: object) -> str:
     if model in METHODS:
         refuse(f'model={show(model)} is the name of a method: use "method": "{model}"')
     if _DOTTED_PATH.fullmatch(model) and not model.endswith((".gguf", ".safetensors")):
-        refuse(f'model={show(model)} without a method means "custom_class", which {_unserved("custom_class")}')
+        refuse(f'model={show(model)} without a method means "custom_class", which {unserved("custom_class")}')
     method, reason = suggested_method(model) or ("draft_model", "")
     if METHODS[method].status is not Status.SERVED:
-        refuse(f'model={show(model)} without a method means "{method}" (by {reason}), which {_unserved(method)}')
+        refuse(f'model={show(model)} without a method means "{method}" (by {reason}), which {unserved(method)}')
     return method
 
 

@@ -14,11 +14,18 @@ _RULES_BESIDE = (
     "What forerun serves now. Beside it, between keys: prompt_lookup_min must not be above prompt_lookup_max, nor "
     "ngram_mod_n_min or draft_min_tokens above num_speculative_tokens; probabilistic drafts exclude match; "
     "parallel_drafting and use_heterogeneous_vocab exclude each other and all but greedy drafts; ranges of "
-    "num_speculative_tokens_per_batch_size begin at 1 and do not overlap; a list has no two equal members, and each "
-    "has what its method requires."
+    "num_speculative_tokens_per_batch_size begin at 1 and do not overlap; the cache of an EAGLE head takes no type but "
+    "auto; num_draft_tokens of spec_tree is at most top_k + depth * top_k^2, is num_speculative_tokens where that is "
+    "given, and excludes parallel_drafting, draft_min_prob and all but greedy drafts; a list has no two equal members, "
+    "and each has what its method requires."
 )
-_REQUIRED = {"ngram": ["num_speculative_tokens"], "draft_model": ["model", "num_speculative_tokens"]}
-_BY_MODEL = ("ngram", "draft_model")  # methods that `model` can name alone
+_REQUIRED = {
+    "ngram": ["num_speculative_tokens"],
+    "draft_model": ["model", "num_speculative_tokens"],
+    "eagle": ["model"],
+    "eagle3": ["model"],
+}
+_BY_MODEL = tuple(_REQUIRED)  # methods that `model` can name alone
 
 
 def json_schema() -> _Schema:
@@ -87,6 +94,11 @@ def _schema_of_key(key: Key) -> _Schema:
     if key.type == "array":
         entry = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 3, "maxItems": 3}
         return schema | {"items": entry, "minItems": 1, "maxItems": MAX_RANGES}
+    if key.entries:
+        entries = {
+            name: {"type": "integer", "minimum": low, "maximum": high} for name, (low, high) in key.entries.items()
+        }
+        return schema | {"properties": entries, "required": list(entries), "additionalProperties": False}
     if key.minimum is not None:
         schema["minimum"] = key.minimum
     if key.maximum is not None:

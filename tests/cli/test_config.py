@@ -26,7 +26,7 @@ from forerun.cli.speculation import (
     SpecTokensOption,
     SpeculativeConfigOption,
     join_dotted,
-    speculative_config_from_options,
+    roles_from_options,
 )
 from forerun.errors import ConfigError
 from forerun.spec.config import SpeculativeConfig
@@ -52,7 +52,8 @@ def draft(
     spec_note: SpecNotesOption = None,
 ) -> None:
     """A command with the speculation options, as `serve` and `generate` have them."""
-    resolved, notes = speculative_config_from_options(
+    _, resolved, notes = roles_from_options(
+        "m",
         speculative_config=speculative_config,
         spec_method=spec_method,
         spec_model=spec_model,
@@ -118,6 +119,13 @@ def test_a_key_that_takes_a_string_takes_the_text_as_it_is() -> None:
     assert 'model="5"' in refusal("-sc.method", "ngram", "-sc.model", "5")
 
 
+def test_a_tree_may_be_spelt_key_by_key() -> None:
+    tree = {"depth": 2, "top_k": 4, "num_draft_tokens": 8}
+    options = [f"-sc.spec-tree.{name.replace('_', '-')}={value}" for name, value in tree.items()]
+    resolved, notes = drafts("-sc.method", "eagle3", "-sc.model", "h", *options)
+    assert (resolved["spec_tree"], resolved["num_speculative_tokens"], notes) == (tree, 8, [])
+
+
 def test_legacy_flags_are_taken_with_a_warning_that_shows_the_json() -> None:
     resolved, [warning] = drafts("--speculative-model", "[ngram]", "--num-speculative-tokens", "5")
     assert resolved == RESOLVED
@@ -156,6 +164,11 @@ def test_the_warning_shows_all_that_was_given() -> None:
         (["-sc.method", "ngram", "-sc.method.a", "1"], ["method", "already"]),
         (["-sc.spec_tree.a", "1", "-sc.spec_tree.a", "2"], ["spec_tree.a", "twice"]),
         (["--speculative-model", "org/model", "--num-speculative-tokens", "-5"], ["num_speculative_tokens", "got -5"]),
+        (
+            ["-sc.method=eagle3", "-sc.model=h", "-sc.spec_tree.depth=2", "-sc.spec_tree.top_k", "4"],
+            ["num_draft_tokens is missing"],
+        ),
+        (["-sc.method=eagle3", "-sc.model=h", "-sc.spec_tree", "5"], ["spec_tree must be an object", "got 5"]),
         (["-sc", ""], ["empty"]),
         (["--spec-method", ""], ['method=""']),
     ],

@@ -99,7 +99,7 @@ def test_flags_become_json(line: str, config: dict[str, Any] | None) -> None:
     ("line", "flags"),
     [
         (PLACED, ["-ngl", "-ngld", "-devd", "--spec-draft-threads", "--spec-draft-prio-batch", "--no-spec-draft"]),
-        ("-md d --spec-draft-p-split 0.1", ["--spec-draft-p-split 0.1 has no effect: drafts are chains"]),
+        ("-md d --spec-draft-p-split 0.1", ["--spec-draft-p-split 0.1 has no effect: only spec_tree"]),
         ("--spec-type ngram-simple --spec-draft-n-max 64", ["--spec-draft-n-max 64 has no effect: it is for a draft"]),
         ("--spec-type ngram-simple --spec-ngram-mod-n-max 64", ["--spec-ngram-mod-n-max 64 has no effect"]),
         ("--spec-draft-n-max 64", ["--spec-draft-n-max 64 has no effect"]),
@@ -211,14 +211,42 @@ def test_a_note_is_said_without_speculation_too(
     assert any("-ngl 99 has no effect" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize(
+    ("words", "resolved"),
+    [
+        ("--spec-type draft-eagle3 -md h", {"num_speculative_tokens": 3}),
+        (
+            "--spec-type draft-eagle3 -md h.gguf --draft-max 6 --draft-min 2 --draft-p-min 0.5 "
+            "--spec-draft-sampling coupled",
+            {
+                "model": "h.gguf",
+                "num_speculative_tokens": 6,
+                "draft_min_tokens": 2,
+                "draft_min_prob": 0.5,
+                "draft_sample_method": "coupled",
+            },
+        ),
+    ],
+)
+def test_a_head_is_served_by_them(words: str, resolved: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = served(words, monkeypatch)
+    assert config == SpeculativeConfig.parse({"method": "eagle3", "model": "h"} | resolved)
+
+
+def test_the_type_of_a_heads_cache_is_refused() -> None:
+    config, _, _ = read("--spec-type draft-eagle3 -md h -ctkd f32")
+    with pytest.raises(ConfigError, match='kv_cache_dtype="float32" does not go with method "eagle3"'):
+        SpeculativeConfig.parse(config)
+
+
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_a_head_is_refused_as_any_other_configuration_of_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["-p", "x"] if command == "generate" else []
     with pytest.raises(SystemExit) as ended:
-        main([command, "m", *options, "--spec-type", "draft-eagle3", "-md", "h"])
+        main([command, "m", *options, "--spec-type", "draft-mtp", "-md", "h"])
     assert ended.value.code == 1
     err = capsys.readouterr().err
-    assert err.startswith('forerun: error: speculative_config: method="eagle3" is not served yet')
+    assert err.startswith('forerun: error: speculative_config: method="mtp" is not served yet')
     assert "read as --speculative-config '" in err
     assert err.count("\n") == 1
 

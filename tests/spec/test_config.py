@@ -22,12 +22,16 @@ from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, MTP_ALIASES, NOT_ME
 from forerun.spec.refusal import show
 from forerun.spec.schema import json_schema
 from forerun.spec.source import MAX_FILE_BYTES
+from forerun.spec.spec_tree import BOUNDS, SpecTree
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 5}
 MOD: dict[str, Any] = {"method": "ngram_mod", "num_speculative_tokens": 5}
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "org/model", "num_speculative_tokens": 5}
-OF_METHOD = {base["method"]: base for base in (NGRAM, SUFFIX, MOD, DRAFT)}
+EAGLE: dict[str, Any] = {"method": "eagle", "model": "org/head", "num_speculative_tokens": 5}
+EAGLE3: dict[str, Any] = {"method": "eagle3", "model": "org/head"}
+TREE: dict[str, Any] = {"depth": 3, "top_k": 4, "num_draft_tokens": 8}
+OF_METHOD = {base["method"]: base for base in (NGRAM, SUFFIX, MOD, DRAFT, EAGLE, EAGLE3)}
 TABLE = "num_speculative_tokens_per_batch_size"
 NUMBERS = [KEYS[name] for name in KEYS if KEYS[name].status is Status.SERVED and KEYS[name].minimum is not None]
 
@@ -157,7 +161,8 @@ def test_the_fields_are_the_served_keys_that_the_engine_reads() -> None:
 @pytest.mark.parametrize(
     ("base", "name", "value"),
     [
-        (NGRAM, "method", "eagle3"),
+        (NGRAM, "method", "mtp"),
+        (NGRAM, "num_speculative_tokens", None),
         (NGRAM, "num_speculative_tokens", 0),
         (NGRAM, "prompt_lookup_min", 6),
         (NGRAM, "suffix_decoding_max_cached_requests", 1),
@@ -169,6 +174,11 @@ def test_the_fields_are_the_served_keys_that_the_engine_reads() -> None:
         (DRAFT, "draft_sample_method", "greed"),
         (DRAFT, "prompt_lookup_max", 4),
         (MOD | {"ngram_mod_n_min": 5}, "num_speculative_tokens", 4),
+        (EAGLE, "model", None),
+        (EAGLE, "parallel_drafting", True),
+        (EAGLE, "kv_cache_dtype", "float32"),
+        (EAGLE3, "spec_tree", {"depth": 3, "top_k": 4}),
+        (EAGLE3 | {"spec_tree": TREE}, "num_speculative_tokens", 7),
     ],
 )
 def test_an_object_made_by_hand_is_checked_too(base: dict[str, Any], name: str, value: Any) -> None:
@@ -240,6 +250,13 @@ def test_no_torch_is_imported() -> None:
         ('{"method":"qqqq"}', ['"qqqq"', "known: ", "served: "]),
         ('{"method":"ngram","method":"ngram"}', ["method", "twice"]),
         ('{"draft_load_config":{"a":1,"a":2}}', ['"a"', "twice"]),
+        ('{"method":"eagle3","model":"h","spec_tree":{"depth":1,"depth":2}}', ["depth", "twice"]),
+        ('{"method":"eagle3","model":"h","spec_tree":"{depth:2}"}', ["spec_tree must be an object", '"{depth:2}"']),
+        ('{"method":"eagle3","model":"h","spec_tree":{"depth":2}}', ["spec_tree=", "top_k is missing"]),
+        ('{"method":"eagle3","model":"h","spectree":{}}', ['"spectree"', 'mean "spec_tree"']),
+        ('{"method":"eagle_3","model":"h"}', ['"eagle_3"', 'mean "eagle3"']),
+        ('{"method":"peagle","model":"h"}', ['"peagle"', '"eagle3" with "parallel_drafting": true']),
+        ('{"method":"draft-eagle3","model":"h"}', ['"draft-eagle3"', 'llama.cpp\'s name for "eagle3"']),
         ('{"prompt_lookup_max":3,"prompt-lookup-max":4}', ["prompt_lookup_max", "twice", "3", "4"]),
     ],
 )
@@ -260,7 +277,7 @@ def test_a_bad_text_is_refused_where_it_is_bad(text: str, parts: list[str]) -> N
         (NGRAM | {"parallel_drafting": False}, ["parallel_drafting=false", "draft_model"]),
         (NGRAM | {"draft_min_prob": 0.5}, ["draft_min_prob=0.5", 'belongs to "draft_model"']),
         (NGRAM | {"draft_sample_method": "coupled"}, ['draft_sample_method="coupled"', 'belongs to "draft_model"']),
-        (NGRAM | {"spec_tree": {}}, ["spec_tree={}", 'belongs to "eagle", "eagle3" and is not served yet']),
+        (NGRAM | {"spec_tree": {}}, ["spec_tree={}", 'belongs to "eagle", "eagle3"']),
         (NGRAM | {"fly_window_size": 2}, ["fly_window_size=2", "not served yet"]),
         (NGRAM | {"num_speculative_tokens": "auto"}, ['num_speculative_tokens="auto"', "not served yet"]),
         (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, ["cached_requests", ">= 0", "got -1"]),
@@ -365,7 +382,7 @@ def test_a_method_that_is_not_served_is_refused_by_name(name: str) -> None:
     message = refusal({"method": name, "model": "org/model", "num_speculative_tokens": 3})
     yet = " yet" if METHODS[name].status is Status.NOT_YET else ""
     assert f'method="{name}" is not served{yet} (' in message
-    assert 'served: "ngram", "suffix", "ngram_mod", "draft_model"' in message
+    assert 'served: "ngram", "suffix", "ngram_mod", "draft_model", "eagle", "eagle3"' in message
 
 
 def test_all_aliases_of_mtp_are_known() -> None:
@@ -446,7 +463,7 @@ def test_the_table_is_sound() -> None:
             "array",
         )
     assert all(name in METHODS for name in METHOD_ALIASES.values())
-    assert SERVED_METHODS == ("ngram", "suffix", "ngram_mod", "draft_model")
+    assert SERVED_METHODS == ("ngram", "suffix", "ngram_mod", "draft_model", "eagle", "eagle3")
 
 
 # Several methods
@@ -515,13 +532,18 @@ def test_a_list_of_one_resolves_to_that_method_alone() -> None:
         ({"method": [SUFFIX, {"metod": "ngram"}]}, ["method[1]: unknown key", '"method"']),
         ({"method": [SUFFIX, {"method": ["ngram"]}]}, ["method[1]: method must be a string", '["ngram"]']),
         ({"method": [SUFFIX, {}]}, ["method[1]: method is missing"]),
-        ({"method": [SUFFIX, "eagle3"]}, ['method[1]: method="eagle3" is not served yet']),
+        ({"method": [SUFFIX, "mtp"]}, ['method[1]: method="mtp" is not served yet']),
+        ({"method": [SUFFIX, "eagle3"]}, ['method[1]: model is missing: method "eagle3"']),
+        (
+            {"method": ["suffix", EAGLE3 | {"spec_tree": TREE}], "num_speculative_tokens": 16},
+            ["method[1]: num_speculative_tokens=16", "num_draft_tokens=8"],
+        ),
         ({"method": [SUFFIX, "deepseek_mtp"]}, ['method[1]: method="deepseek_mtp" means "mtp"']),
         ({"method": [SUFFIX, 3]}, ["method[1]: method must be a string", "got 3"]),
         ({"method": [SUFFIX, None]}, ["method[1]: method is missing"]),
         ({"method": ["suffix", "eagel3"]}, ['method[1]: method="eagel3"', '"eagle3"']),
         ({"method": ["suffix"] * 9}, ["1 to 8 methods"]),
-        ({"method": [{"model": "org/eagle3"}], "num_speculative_tokens": 4}, ['method[0]: model="org/eagle3"']),
+        ({"method": [{"model": "org/dflash"}], "num_speculative_tokens": 4}, ['method[0]: model="org/dflash"']),
         ({"method": [DRAFT | {"draft_sample_method": "probabilistic"}, NGRAM], "rejection_sample_method": "match"},
          ['rejection_sample_method="match"', '"probabilistic"']),
     ],
@@ -591,6 +613,160 @@ def test_ngram_mod_has_llama_cpps_defaults() -> None:
     assert short.ngram_mod_n_min == 16
 
 
+# Heads
+
+
+def test_a_head_resolves_to_every_key_that_has_an_effect() -> None:
+    given = EAGLE3 | {
+        "num_speculative_tokens": 4,
+        "revision": "main",
+        "quantization": "int8",
+        "draft_sample_method": "coupled",
+        "draft_min_prob": 0.25,
+        "draft_min_tokens": 2,
+        "draft_lm_head_quantization": "fp8",
+    }
+    config = SpeculativeConfig.parse(given | {"draft_tensor_parallel_size": 1, "kv_cache_dtype": "auto"})
+    assert config.resolved() == given | {"parallel_drafting": False, "rejection_sample_method": "match"}
+    [warning] = config.warnings
+    assert 'draft_lm_head_quantization="fp8" has no effect yet' in warning
+    comes_back(config)
+
+
+@pytest.mark.parametrize("more", [{}, {"parallel_drafting": True}, {"draft_min_tokens": 3}, {TABLE: [[1, 2, 900]]}])
+def test_a_heads_k_may_be_left_to_its_checkpoint(more: dict[str, Any]) -> None:
+    config = SpeculativeConfig.parse(EAGLE3 | more)
+    assert not config.is_complete
+    assert config.methods[0].num_speculative_tokens is None
+    assert "num_speculative_tokens" not in config.resolved()
+    assert config.warnings == ()  # the table is cut once K is known
+    comes_back(config)
+    k = dataclasses.replace(config.methods[0], num_speculative_tokens=3)
+    complete = dataclasses.replace(config, methods=(k,))
+    assert complete.is_complete
+    assert complete.num_speculative_tokens == 3
+    assert complete.num_speculative_tokens_per_batch_size == (((1, 2, 3),) if more.keys() == {TABLE} else ())
+    assert len(complete.warnings) == (more.keys() == {TABLE})
+
+
+def test_a_method_of_a_list_is_incomplete_for_the_whole() -> None:
+    config = SpeculativeConfig.parse({"method": [SUFFIX, EAGLE3]})
+    assert not config.is_complete
+    assert config.methods[0].max_draft_tokens == 5
+    comes_back(config)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("k", [{}, {"num_speculative_tokens": 8}])
+def test_a_tree_says_k(method: str, k: dict[str, int]) -> None:
+    config = SpeculativeConfig.parse({"method": method, "model": "org/head", "spec-tree": TREE} | k)
+    [member] = config.methods
+    assert member.spec_tree == SpecTree(depth=3, top_k=4, num_draft_tokens=8)
+    assert config.num_speculative_tokens == 8
+    assert config.resolved()["spec_tree"] == TREE
+    assert MethodConfig(method=method, model="org/head", spec_tree=member.spec_tree) == member
+    comes_back(config)
+
+
+@pytest.mark.parametrize("name", TREE)
+@pytest.mark.parametrize("value", [True, "5", 5.0, None, [], {}, -1, 0, 10**6])
+def test_a_tree_takes_whole_numbers_within_bounds(name: str, value: Any) -> None:
+    message = refusal(EAGLE3 | {"spec_tree": TREE | {name: value}})
+    low, high = BOUNDS[name]
+    assert f"spec_tree.{name} must be an integer ({low} to {high}), got {show(value)}" in message
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_every_bound_of_a_tree_is_the_last_value_that_is_taken(name: str) -> None:
+    wide = {"depth": 16, "top_k": 32, "num_draft_tokens": 1}
+    low, high = BOUNDS[name]
+    for value in (low, high):
+        [method] = SpeculativeConfig.parse(EAGLE3 | {"spec_tree": wide | {name: value}}).methods
+        assert getattr(method.spec_tree, name) == value
+    for value in (low - 1, high + 1):
+        assert f"got {value}" in refusal(EAGLE3 | {"spec_tree": wide | {name: value}})
+
+
+@pytest.mark.parametrize(("depth", "top_k", "nodes"), [(1, 1, 2), (16, 1, 17), (3, 4, 52), (1, 31, 992)])
+def test_a_tree_has_no_more_drafts_than_nodes(depth: int, top_k: int, nodes: int) -> None:
+    tree = {"depth": depth, "top_k": top_k, "num_draft_tokens": nodes}
+    assert SpeculativeConfig.parse(EAGLE3 | {"spec_tree": tree}).num_speculative_tokens == nodes
+    message = refusal(EAGLE3 | {"spec_tree": tree | {"num_draft_tokens": nodes + 1}})
+    for part in (f"num_draft_tokens={nodes + 1} must not be above {nodes}", f"depth={depth}", f"top_k={top_k}"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("tree", "parts"),
+    [
+        (5, ["spec_tree must be an object", "got 5"]),
+        ("x", ['got "x"']),
+        ([3, 4, 8], ["got [3, 4, 8]"]),
+        ({}, ["spec_tree={}", "depth is missing"]),
+        ({"depth": 3, "top_k": 4}, ["num_draft_tokens is missing"]),
+        (TREE | {"topk": 4}, ['unknown key "topk"', 'mean "top_k"']),
+        (TREE | {"zzz": 4}, ['unknown key "zzz"', '"depth", "top_k", "num_draft_tokens"']),
+        (TREE | {5: 4}, ["unknown key 5"]),
+        (TREE | {"top-k": 5}, ["top_k is given twice: 4 and 5"]),
+    ],
+)
+def test_a_bad_tree_is_refused_by_what_is_wrong_with_it(tree: Any, parts: list[str]) -> None:
+    message = refusal(EAGLE3 | {"spec_tree": tree})
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        ({"num_speculative_tokens": 7}, ["num_speculative_tokens=7", "num_draft_tokens=8"]),
+        ({"parallel_drafting": True}, ["parallel_drafting=true", "spec_tree"]),
+        ({"draft_sample_method": "coupled"}, ['draft_sample_method="coupled"', "spec_tree"]),
+        ({"draft_sample_method": "probabilistic"}, ['draft_sample_method="probabilistic"', "spec_tree"]),
+        ({"draft_min_prob": 0.5}, ["draft_min_prob=0.5", "spec_tree"]),
+        ({"draft_min_tokens": 9}, ["draft_min_tokens=9", "num_speculative_tokens=8"]),
+    ],
+)
+def test_a_tree_excludes_what_only_chains_can_do(more: dict[str, Any], parts: list[str]) -> None:
+    message = refusal(EAGLE3 | {"spec_tree": TREE} | more)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        ({"model": None}, ["model is missing"]),
+        ({"model": ""}, ["model is missing"]),
+        ({"num_speculative_tokens": 0}, ["num_speculative_tokens", "1 to 1024", "got 0"]),
+        ({"num_speculative_tokens": 2, "draft_min_tokens": 3}, ["draft_min_tokens=3", "num_speculative_tokens=2"]),
+        ({"kv_cache_dtype": "bfloat16"}, ['kv_cache_dtype="bfloat16"', "the target's", '"auto"']),
+        ({"kv_cache_dtype": "fp8"}, ['kv_cache_dtype="fp8"', "not served yet"]),
+        ({"quantization": "fp8"}, ["quantization", "int8", 'got "fp8"']),
+        ({"max_model_len": 64}, ["max_model_len=64", 'belongs to "draft_model"']),
+        ({"use_heterogeneous_vocab": True}, ["use_heterogeneous_vocab=true", 'belongs to "draft_model"']),
+        ({"draft_lm_head_quantization": "int4"}, ["draft_lm_head_quantization", "fp8, nvfp4", 'got "int4"']),
+        ({"draft_tensor_parallel_size": 0}, ["draft_tensor_parallel_size", ">= 1", "got 0"]),
+        ({"draft_tensor_parallel_size": 2}, ["draft_tensor_parallel_size=2", "give 1"]),
+        ({"draft_sample_method": "probabilistic", "rejection_sample_method": "match"}, ['"match"', '"standard"']),
+        ({"draft_sample_method": "probabilistic", "draft_min_tokens": 1}, ["draft_min_tokens=1", '"probabilistic"']),
+    ],
+)
+def test_a_bad_head_is_refused_by_key_and_value(method: str, more: dict[str, Any], parts: list[str]) -> None:
+    message = refusal({"method": method, "model": "org/head"} | more)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("sampled", ["coupled", "probabilistic"])
+def test_drafts_of_one_pass_are_greedy(sampled: str) -> None:
+    message = refusal(EAGLE3 | {"parallel_drafting": True, "draft_sample_method": sampled})
+    assert "parallel_drafting=true" in message
+    assert f'draft_sample_method="{sampled}"' in message
+    assert 'belongs to "draft_model", "eagle3"' in refusal(EAGLE | {"parallel_drafting": True})
+
+
 # Which method a model means
 
 
@@ -607,9 +783,9 @@ def test_ngram_mod_has_llama_cpps_defaults() -> None:
 )
 def test_the_last_part_of_a_path_says_what_a_model_is(model: str, method: str) -> None:
     given = {"model": model, "num_speculative_tokens": 4}
-    if method == "draft_model":
+    if method in SERVED_METHODS:
         config = SpeculativeConfig.parse(given)
-        assert config.methods[0].method == "draft_model"
+        assert config.methods[0].method == method
         assert config.warnings == ()
     else:
         assert f'without a method means "{method}"' in refusal(given)
@@ -627,6 +803,8 @@ def test_the_last_part_of_a_path_says_what_a_model_is(model: str, method: str) -
         ({"model_type": "deepseek_mtp"}, "mtp"),
         ({"model_type": "eagle"}, "eagle"),
         ({"speculators_model_type": "peagle", "architectures": ["X"]}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40}, "eagle3"),
+        ({"speculators_model_type": "mtp"}, "mtp"),
         ({"architectures": 5, "model_type": []}, "draft_model"),
         ([], "draft_model"),
     ],
@@ -783,8 +961,12 @@ JSON = st.recursive(
 NAMES = st.sampled_from([*KEYS, *(name.replace("_", "-") for name in KEYS)]) | st.text(max_size=12)
 WORDS = st.sampled_from([*METHODS, *METHOD_ALIASES, *NOT_METHODS, "standard", "match", "fly", "greedy", "[ngram]"])
 OBJECTS = st.dictionaries(NAMES, JSON | WORDS | st.integers(0, 30), max_size=5)
-ALONE = st.sampled_from([{}, NGRAM, SUFFIX, MOD, DRAFT, {"method": "suffix"}, {"model": "org/model"}])
-LISTS = st.lists(st.sampled_from([NGRAM, SUFFIX, MOD, DRAFT, "ngram", "suffix", "draft_model"]), min_size=1, max_size=3)
+PLAIN: list[dict[str, Any]] = [{}, {"method": "suffix"}, {"model": "org/model"}, {"model": "org/eagle3"}]
+ALONE = st.sampled_from([*OF_METHOD.values(), *PLAIN])
+LISTS = st.lists(
+    st.sampled_from([*OF_METHOD.values(), "ngram", "suffix", "draft_model", "eagle3"]), min_size=1, max_size=3
+)
+TREES = st.just(TREE) | st.dictionaries(st.sampled_from([*TREE, "width"]), st.integers(-1, 40), min_size=2)
 BASES = ALONE | st.builds(lambda members: {"method": members}, LISTS)
 TABLES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20), st.integers(-1, 9)).map(list), max_size=3)
 SERVED_OBJECTS = st.builds(
@@ -792,7 +974,7 @@ SERVED_OBJECTS = st.builds(
     BASES,
     st.dictionaries(
         st.sampled_from([key.name for key in KEYS.values() if key.status is Status.SERVED]),
-        WORDS | st.booleans() | st.integers(-1, 30) | st.floats(0, 2) | st.integers(1020, 1030) | TABLES,
+        WORDS | st.booleans() | st.integers(-1, 30) | st.floats(0, 2) | st.integers(1020, 1030) | TABLES | TREES,
         max_size=4,
     ),
 )
@@ -838,7 +1020,7 @@ def test_what_is_taken_comes_back_equal(source: dict[str, Any]) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(base=st.sampled_from([NGRAM, SUFFIX, MOD, DRAFT]), name=NAMES, value=JSON)
+@given(base=st.sampled_from([*OF_METHOD.values()]), name=NAMES, value=JSON)
 def test_a_refusal_names_the_key_at_fault(base: dict[str, Any], name: str, value: Any) -> None:
     try:
         SpeculativeConfig.parse(base | {name: value})
