@@ -7,6 +7,7 @@ for a few steps), P-EAGLE by rows of masks after every row. A few seconds on one
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +77,6 @@ def read(model: Any, token_ids: Tensor) -> Texts:
 
 def load_head(path: Path, model: PreTrainedModel) -> TorchHead:
     """A saved head, in float64."""
-    import json
-
     config = json.loads((path / "config.json").read_text())
     config |= config.get("transformer_layer_config", {})
     tensors = load_file(path / "model.safetensors")
@@ -199,7 +198,7 @@ def _fit_eagle3(model: Any, texts: Texts, kept: Tensor, folder: Path) -> Path:
     """kept: target ids of the draft's vocabulary."""
     config = _config(2, 96, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=DRAFT_VOCAB, **EAGLE3_KEYS)
     tensors = _copied_eagle3(model) | {"lm_head.weight": model.lm_head.weight.detach()[kept].clone()}
-    fitted = _fit(_head(model, config, tensors), texts, _self_fed(texts_kept=kept, steps=2), 60, 2e-3)
+    fitted = _fit(_head(model, config, tensors), texts, _self_fed(kept, steps=2), 40, 2e-3)
     fitted["d2t"] = kept - torch.arange(DRAFT_VOCAB)
     fitted["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, kept, True)
     return save(folder, config, as_midlayer(fitted))
@@ -208,14 +207,14 @@ def _fit_eagle3(model: Any, texts: Texts, kept: Tensor, folder: Path) -> Path:
 def _fit_eagle(model: Any, texts: Texts, folder: Path) -> Path:
     config = _config(1, 192, bias=True)
     head = _head(model, config, _copied_eagle(model, texts))
-    return save(folder, config, _fit(head, texts, _self_fed(texts_kept=slice(None), steps=2), 120, 3e-3))
+    return save(folder, config, _fit(head, texts, _self_fed(slice(None), steps=2), 120, 3e-3))
 
 
 def _fit_peagle(model: Any, texts: Texts, folder: Path) -> Path:
     layers = _config(2, 96, **EAGLE3_KEYS)
     tensors = _copied_eagle3(model) | {"lm_head.weight": model.lm_head.weight.detach().clone()}
     tensors["mask_hidden"] = random(torch.Generator().manual_seed(3), 1, 1, 192)
-    fitted = _fit(_head(model, layers, tensors), texts, _masked, 60, 2e-3)
+    fitted = _fit(_head(model, layers, tensors), texts, _masked, 40, 2e-3)
     own = ("norm_before_residual", "eagle_aux_hidden_state_layer_ids")
     config = {
         "architectures": ["PEagleDraftModel"],
@@ -251,7 +250,7 @@ def _fit(head: TorchHead, texts: Texts, predict: Predictions, steps: int, rate: 
     return {name: tensor.detach() for name, tensor in head.tensors.items()}
 
 
-def _self_fed(texts_kept: Tensor | slice, steps: int) -> Predictions:
+def _self_fed(kept: Tensor | slice, steps: int) -> Predictions:
     """Row p of step s: the real token p + 1 + s, and what step s - 1 gave at row p; it sees the first step's rows up to
     its own, and its own of the later steps."""
     place = torch.arange(ROWS * steps)
@@ -269,7 +268,7 @@ def _self_fed(texts_kept: Tensor | slice, steps: int) -> Predictions:
             sees = (earlier | own)[:count, :count]
             fed_back, logits = head.run(torch.cat(token_ids, 1), torch.cat(states, 1), (row + step)[:count], sees)
             states.append(fed_back[:, -ROWS:])
-            found.append((logits[:, -ROWS:], texts.logits[:, 1 + s : 1 + s + ROWS, texts_kept]))
+            found.append((logits[:, -ROWS:], texts.logits[:, 1 + s : 1 + s + ROWS, kept]))
         return found
 
     return predict
