@@ -145,7 +145,10 @@ EAGLE3_KEYS = {
 def _copied_eagle3(model: Any) -> Tensors:
     """The target's two layers. Four more heads of the first bring each row its own token, which no residual does."""
     generator = torch.Generator().manual_seed(1)
-    embedding, (first, second) = model.model.embed_tokens.weight.detach(), [layer.state_dict() for layer in model.model.layers]
+    embedding, (first, second) = (
+        model.model.embed_tokens.weight.detach(),
+        [layer.state_dict() for layer in model.model.layers],
+    )
     near_zero = lambda *shape: 0.02 * random(generator, *shape)  # noqa: E731
     scale = embedding.square().mean().sqrt() / first["input_layernorm.weight"]
     own = torch.zeros(128)
@@ -174,7 +177,10 @@ def _copied_eagle(model: Any, texts: Texts) -> Tensors:
     """The target's first layer, with the second's MLP beside its own. Its final norm and the norm before the first
     attention are folded into the matrices: the head has neither."""
     generator = torch.Generator().manual_seed(2)
-    embedding, (first, second) = model.model.embed_tokens.weight.detach(), [layer.state_dict() for layer in model.model.layers]
+    embedding, (first, second) = (
+        model.model.embed_tokens.weight.detach(),
+        [layer.state_dict() for layer in model.model.layers],
+    )
     out = model.model.norm.weight.detach() / texts.states[..., -1, :].square().mean().sqrt()  # scales of the residual
     into = first["input_layernorm.weight"] / embedding.square().mean().sqrt() / out
     tensors = {"fc.weight": torch.cat((torch.diag(out), 0.02 * random(generator, 64, 64)), dim=1)}
@@ -239,7 +245,7 @@ def _fit(head: TorchHead, texts: Texts, predict: Predictions, steps: int, rate: 
     for _ in range(steps):
         some = texts.some(torch.randint(NUM_TEXTS, (BATCH,), generator=generator))
         losses = [
-            -DECAY**depth * (theirs.softmax(-1) * ours.log_softmax(-1)).sum(-1).mean()
+            -(DECAY**depth) * (theirs.softmax(-1) * ours.log_softmax(-1)).sum(-1).mean()
             for depth, (ours, theirs) in enumerate(predict(head, some))
         ]
         optimizer.zero_grad()
@@ -286,8 +292,7 @@ def _masked(head: TorchHead, texts: Texts) -> list[tuple[Tensor, Tensor]]:
     states = torch.cat((head.combine(texts.states[:, :ROWS]), mask_state), dim=1)
     _, logits = head.run(token_ids, states, row + depth, sees)
     return [
-        (ours, texts.logits[:, 1 + depth : 1 + depth + ROWS])
-        for depth, ours in enumerate(logits.split(ROWS, dim=1))
+        (ours, texts.logits[:, 1 + depth : 1 + depth + ROWS]) for depth, ours in enumerate(logits.split(ROWS, dim=1))
     ]
 
 
