@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from tests.models.heads.fit import FittedHeads, fit_heads
 from tests.tiny_engine import NGRAM, SUFFIX, save_tiny_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer, tiny_backend
 
 MASK_TOKEN = VOCAB_SIZE  # one id past the tokenizer's, in the padding
 K = 4
+TREE = {"depth": 3, "top_k": 3, "num_draft_tokens": K}
 NGRAM_MOD = {"method": "ngram_mod", "num_speculative_tokens": 8, "ngram_mod_n_match": 2, "ngram_mod_n_min": 1}
 
 
@@ -33,6 +36,7 @@ class DraftModels:
         padded: T with more rows in embedding and head, whose logits are high.
         renamed: T with its ids shuffled, and a tokenizer shuffled alike: right, in other ids.
         parallel: random, with a mask token (PARD).
+        folder: for what is made later.
     """
 
     target: Path
@@ -40,6 +44,12 @@ class DraftModels:
     padded: Path
     renamed: Path
     parallel: Path
+    folder: Path
+
+    @cached_property
+    def heads(self) -> FittedHeads:
+        """EAGLE heads, fitted when first asked for: it takes seconds."""
+        return fit_heads(self.target, self.folder / "heads")
 
 
 def save_draft_models(target: Path, folder: Path) -> DraftModels:
@@ -51,6 +61,7 @@ def save_draft_models(target: Path, folder: Path) -> DraftModels:
         save_tiny_target(
             folder / "parallel", seed=3, vocab_size=VOCAB_SIZE + 8, pard_token=MASK_TOKEN, spd_type="pard"
         ),
+        folder,
     )
 
 
@@ -115,6 +126,11 @@ def _draft_model(name: str, **keys: Any) -> Callable[[DraftModels], dict[str, An
     )
 
 
+def _head(name: str, method: str = "eagle3", **keys: Any) -> Callable[[DraftModels], dict[str, Any]]:
+    length = {} if "spec_tree" in keys else {"num_speculative_tokens": K}
+    return lambda drafts: {"method": method, "model": str(getattr(drafts.heads, name))} | length | keys
+
+
 def _combined(drafts: DraftModels) -> dict[str, Any]:
     return {"method": [SUFFIX, _draft_model("noisy")(drafts)]}
 
@@ -138,6 +154,14 @@ METHODS: dict[str, Callable[[DraftModels], dict[str, Any]]] = {
     "suffix_then_draft_model": _combined,
     "suffix_cached": lambda drafts: SUFFIX | {"suffix_decoding_max_cached_requests": 100},
     "ngram_mod": lambda drafts: NGRAM_MOD,
+    "eagle3": _head("eagle3"),
+    "eagle3_coupled": _head("eagle3", draft_sample_method="coupled"),
+    "eagle3_min_prob": _head("eagle3", draft_min_prob=0.3),
+    "eagle3_tree": _head("eagle3", spec_tree=TREE),
+    "eagle": _head("eagle", method="eagle"),
+    "eagle_tree": _head("eagle", method="eagle", spec_tree=TREE),
+    "peagle": _head("peagle", parallel_drafting=True),
+    "suffix_then_eagle3": lambda drafts: {"method": [SUFFIX, METHODS["eagle3"](drafts)]},
 }
 
 # Methods whose draft is the target itself, and knows its noise: every drafted token is right.

@@ -31,13 +31,25 @@ def assert_idle(engine: Engine) -> None:
         assert engine.proposer.state_bytes < 1024
 
 
+def with_room_beside(model: Path, spec: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Memory for as many of the target's blocks with a head's rows beside them as without."""
+    memory = settings.get("kv_cache_memory_bytes")
+    if memory is None:
+        return settings
+    engine = make_engine(model, spec)
+    block_bytes = engine.scheduler.target.spec.block_bytes
+    beside = sum(group.block_bytes for group in engine.proposer.groups_beside)  # type: ignore[attr-defined]
+    return settings | {"kv_cache_memory_bytes": memory * (block_bytes + beside) // block_bytes}
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("method", METHODS)
 def test_text_is_the_targets(
     tiny_model: Path, draft_models: DraftModels, reference: list[Result], method: str, settings: dict[str, Any]
 ) -> None:
     """Greedy and drawn, in mixed batches, chunks, small memory with preemption; then again from the prefix cache."""
-    engine = make_engine(tiny_model, METHODS[method](draft_models), **settings)
+    spec = METHODS[method](draft_models)
+    engine = make_engine(tiny_model, spec, **with_room_beside(tiny_model, spec, settings))
     assert_same(run(engine, mixed_work()), reference)
     if "kv_cache_memory_bytes" in settings:
         assert engine.stats().num_preemptions > 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from forerun.request import SamplingParams
-from tests.methods import DraftModels
+from tests.methods import METHODS, DraftModels
 from tests.tiny_engine import make_engine, prompts, run
 
 TOP_K, LENGTH, COUNT = 3, 3, 6000
@@ -40,16 +41,21 @@ def target_law(model_path: Path, prompt: list[int]) -> dict[tuple[int, ...], flo
     return law
 
 
+DRAFTERS = ["draft_model", "eagle3"]  # the head knows a part of the target's vocabulary
+
+
+def probabilistic(method: str, drafts: DraftModels, length: int, min_prob: float = 0.0) -> dict[str, Any]:
+    keys = {"draft_sample_method": "probabilistic", "draft_min_prob": min_prob, "num_speculative_tokens": length}
+    return METHODS[method](drafts) | keys
+
+
 @pytest.mark.parametrize("min_prob", [0.0, 0.6], ids=["whole_drafts", "cut_drafts"])
-def test_texts_follow_the_targets_law(tiny_model: Path, draft_models: DraftModels, min_prob: float) -> None:
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_texts_follow_the_targets_law(
+    tiny_model: Path, draft_models: DraftModels, method: str, min_prob: float
+) -> None:
     prompt = prompts(1, seed=12)[0][:12]
-    spec = {
-        "method": "draft_model",
-        "model": str(draft_models.noisy),
-        "num_speculative_tokens": 2,
-        "draft_sample_method": "probabilistic",
-        "draft_min_prob": min_prob,
-    }
+    spec = probabilistic(method, draft_models, 2, min_prob)
     engine = make_engine(tiny_model, spec, max_num_seqs=256, max_num_batched_tokens=2048)
     params = SamplingParams(temperature=1.0, top_k=TOP_K, max_tokens=LENGTH, ignore_eos=True)
     results = run(engine, [(prompt, params)] * COUNT, check=False)
@@ -75,26 +81,18 @@ def test_texts_follow_the_targets_law(tiny_model: Path, draft_models: DraftModel
     assert statistic < highest_chi_square(cells - 1)
 
 
-def test_greedy_requests_say_what_they_say_anyway(tiny_model: Path, draft_models: DraftModels) -> None:
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_greedy_requests_say_what_they_say_anyway(tiny_model: Path, draft_models: DraftModels, method: str) -> None:
     work = [(prompt, SamplingParams(temperature=0, max_tokens=30)) for prompt in prompts(5)]
-    spec = {
-        "method": "draft_model",
-        "model": str(draft_models.noisy),
-        "num_speculative_tokens": 4,
-        "draft_sample_method": "probabilistic",
-    }
+    spec = probabilistic(method, draft_models, 4)
     engine = make_engine(tiny_model, spec)
     expected = run(make_engine(tiny_model), work, together=False)
     assert [r.key for r in run(engine, work)] == [r.key for r in expected]
 
 
-def test_a_seed_gives_the_same_text_again(tiny_model: Path, draft_models: DraftModels) -> None:
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_a_seed_gives_the_same_text_again(tiny_model: Path, draft_models: DraftModels, method: str) -> None:
     work = [(prompt, SamplingParams(temperature=1.0, max_tokens=30, seed=4)) for prompt in prompts(5)]
-    spec = {
-        "method": "draft_model",
-        "model": str(draft_models.noisy),
-        "num_speculative_tokens": 4,
-        "draft_sample_method": "probabilistic",
-    }
+    spec = probabilistic(method, draft_models, 4)
     first, again = (run(make_engine(tiny_model, spec), work) for _ in range(2))
     assert [r.key for r in first] == [r.key for r in again]
