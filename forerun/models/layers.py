@@ -72,9 +72,9 @@ def _experts_of(weights: Mapping[str, Weight], config: DecoderConfig, prefix: st
 
 
 def activation_terms(name: str) -> int:
-    """int8 terms that the matrix `name` gets of an activation: two where rounding shows most in the logits, for their
+    """int8 terms that the matrix `name` gets of an activation: two where rounding shows most in the logits for the
     share of the weights. docs/measurements.md says how much."""
-    return 2 if name in ("embedding", "head") or name.endswith(".qkv") else 1
+    return 2 if name.endswith(".qkv") else 1
 
 
 def linear_of(weights: Mapping[str, Weight], name: str) -> Linear:

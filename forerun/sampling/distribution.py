@@ -16,6 +16,14 @@ TOP_P_CANDIDATES = 1024
 ROUNDING = 0.01  # far more than float32 can be off
 
 
+def most_likely(logits: Tensor) -> Tensor:
+    """Of each row [..., V] the first largest logit's id, int64; of a row with NaN the first NaN's.
+
+    On a CPU numpy's search is up to 25 times as fast as torch's, whose threads then spin for a while.
+    """
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.is_cpu else logits.argmax(dim=-1)
+
+
 def processed_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
     """Log-probabilities after temperature, top-k and top-p, in this order.
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.request import SamplingParams
-from forerun.sampling.distribution import draw, processed_logprobs
+from forerun.sampling.distribution import draw, most_likely, processed_logprobs
 from forerun.sampling.noise import gumbel
 
 logits_of = st.lists(st.integers(-200, 200).map(lambda n: n / 10), min_size=2, max_size=40, unique=True)
@@ -75,3 +75,14 @@ def test_leaving_out_the_hopeless_changes_no_draw(seed: int, width: float, filte
     logprobs = processed_logprobs(logits, SamplingParams(top_p=0.9 if filtered else 1.0))
     everything = logprobs.double() + gumbel(seed, 0, 4, torch.arange(3000))
     assert draw(logprobs, seed, 0, 4) == int(everything.argmax())
+
+
+def test_the_most_likely_token_is_the_first_of_the_largest() -> None:
+    logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
+    logits[1, 300] = logits[1, 700] = 50.0
+    logits[2, 400], logits[2, 800], logits[2, 900] = torch.inf, torch.nan, torch.nan
+    logits[3] = -torch.inf
+    found = most_likely(logits)
+    assert found.dtype == torch.int64
+    assert found[1:4].tolist() == [300, 800, 0]
+    assert torch.equal(found[[0, 4]], logits[[0, 4]].argmax(-1))

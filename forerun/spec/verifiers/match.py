@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.request import FinishReason
 from forerun.sampling.batch import SamplingBatch, SamplingRows
-from forerun.sampling.distribution import draw, processed_logprobs
+from forerun.sampling.distribution import draw, most_likely, processed_logprobs
 from forerun.spec.proposer import Draft, RequestDraft
 from forerun.spec.verifier import RequestVerdict, TokenLogprobs, Verdict
 
@@ -23,7 +23,7 @@ class MatchVerifier:
     lossless = "path"
 
     def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
-        best = target_logits.argmax(dim=-1)
+        best = most_likely(target_logits)
         finite = target_logits.gather(1, best.unsqueeze(1)).isfinite().flatten().tolist()  # a NaN is the argmax
         greedy = best.tolist()
         return Verdict(
