@@ -57,7 +57,7 @@ class Runner:
         )
         self.attention.begin(inputs.layout)
         output = self.model.forward(inputs.token_ids, inputs.positions, self.attention.attend, self.taps)
-        logits = self.model.logits(output.hidden[inputs.logit_rows])
+        logits = self.model.logits(output.hidden.index_select(0, inputs.logit_rows))  # plain indexing wakes threads
         return ForwardResult(logits, Hidden(output.taps) if self.taps else None)
 
     @torch.inference_mode()
