@@ -79,4 +79,5 @@ class PagedModel:
     @torch.inference_mode()
     def logits(self, output: DecoderOutput, rows: Sequence[int]) -> Tensor:
         """[R, V] float32 of some rows of a pass."""
-        return self.model.logits(output.hidden[torch.tensor(rows, dtype=torch.int64)])
+        wanted = torch.tensor(rows, dtype=torch.int64)
+        return self.model.logits(output.hidden.index_select(0, wanted))  # plain indexing wakes torch's threads

@@ -82,7 +82,7 @@ def test_the_most_likely_token_is_the_first_of_the_largest() -> None:
     logits[1, 300] = logits[1, 700] = 50.0
     logits[2, 400], logits[2, 800], logits[2, 900] = torch.inf, torch.nan, torch.nan
     logits[3] = -torch.inf
-    found = most_likely(logits)
-    assert found.dtype == torch.int64
-    assert found[1:4].tolist() == [300, 800, 0]
-    assert torch.equal(found[[0, 4]], logits[[0, 4]].argmax(-1))
+    ids, finite = most_likely(logits)
+    assert ids[1:4] == [300, 800, 0]
+    assert finite == [True, True, False, False, True]
+    assert [ids[0], ids[4]] == logits[[0, 4]].argmax(-1).tolist()

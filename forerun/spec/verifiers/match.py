@@ -23,9 +23,7 @@ class MatchVerifier:
     lossless = "path"
 
     def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
-        best = most_likely(target_logits)
-        finite = target_logits.gather(1, best.unsqueeze(1)).isfinite().flatten().tolist()  # a NaN is the argmax
-        greedy = best.tolist()
+        greedy, finite = most_likely(target_logits)
         return Verdict(
             {r.request_id: self._walk(draft.of(r.request_id), target_logits, r, greedy, finite) for r in sampling}
         )
