@@ -74,7 +74,7 @@ def build_engine(config: EngineConfig) -> Engine:
     proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype))
 
     caches = _size_caches(config, target, kv_dtype, proposer)
-    memory = new_memory(caches.pool.num_bytes)
+    memory = new_memory(caches.pool.num_bytes, target.model.device)
     proposer.attach_all(memory, caches.pool.num_target_blocks)
     return Engine(
         runner=Runner(PagedModel.over(target.model, memory, kv_dtype, config.block_size), proposer.hidden_taps),
