@@ -24,6 +24,7 @@ class ScriptedTarget:
     """A model whose next token is a function of the last token and its position: `next_token(token_id, position)`."""
 
     row_multiple = 1
+    device = torch.device("cpu")
 
     def __init__(self, next_token: Callable[[int, int], int], vocab_size: int) -> None:
         self.next_token = next_token

@@ -47,7 +47,12 @@ def make_engine(
 ) -> Engine:
     """An engine for T. A `ScriptedProposer` is put in the proposer's place, drafting up to `length` tokens."""
     config = None if spec is None or isinstance(spec, ScriptedProposer) else SpeculativeConfig.parse(spec)
-    defaults: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 16, "max_num_batched_tokens": 96}
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "kv_cache_memory_bytes": 8 << 20,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 96,
+    }
     engine = build_engine(EngineConfig(model=str(model), speculative_config=config, **(defaults | settings)))
     if isinstance(spec, ScriptedProposer):
         engine.proposer = spec

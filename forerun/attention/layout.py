@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from forerun.attention.interface import QueryTile, StepLayout
+
+TILE_FIELDS = 7  # of a record of `flatten_tiles`
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,28 @@ def lay_out(segments: Iterable[Segment], *, block_size: int, row_tile: int) -> S
         slots += segment.slots(block_size)
         tiles += _tiles(segment, first_row, slots[first_row:], row_tile)
     return StepLayout(torch.tensor(slots, dtype=torch.int64), tiles)
+
+
+def flatten_tiles(tiles: Sequence[QueryTile], kind: str) -> tuple[array[int], array[int]]:
+    """Tiles for a kernel: all the ints that they hold, and for each tile a record of TILE_FIELDS that says where they
+    are: rows at, number of rows, first position, block table at, path slots at, path start, number of path slots.
+
+    kind: of the arrays, "q" for 64 bits and "i" for 32.
+    """
+    ints, records = array(kind), array(kind)
+    table: Sequence[int] | None = None
+    table_at = 0
+    for tile in tiles:
+        if tile.block_table is not table:
+            table, table_at = tile.block_table, len(ints)
+            ints.extend(table)
+        rows_at = len(ints)
+        ints.extend(tile.rows)
+        path_at = len(ints)
+        ints.extend(tile.path_slots)
+        num_path = len(tile.path_slots)
+        records.extend((rows_at, len(tile.rows), tile.first_position, table_at, path_at, tile.path_start, num_path))
+    return ints, records
 
 
 def _tiles(segment: Segment, first_row: int, slots: list[int], row_tile: int) -> Iterator[QueryTile]:

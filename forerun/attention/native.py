@@ -9,13 +9,13 @@ Ask `forerun.kernels.native.available()` first.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from forerun.attention.interface import AttentionSpec, QueryTile, StepLayout
+from forerun.attention.layout import flatten_tiles
 from forerun.kernels.native import extension
 
 
@@ -61,7 +61,11 @@ class NativeAttention:
         self._slots = layout.slots.contiguous()
         assert not len(self._slots) or int(self._slots.max()) < self._num_blocks * self.shape.block_size
         self._checked = False
-        self._ints, self._tiles = self._flatten(layout.tiles)
+        tables = {id(tile.block_table): tile.block_table for tile in layout.tiles}
+        assert all(max(table, default=0) < self._num_blocks for table in tables.values())
+        for tile in layout.tiles:
+            self._check_tile(tile)
+        self._ints, self._tiles = flatten_tiles(layout.tiles, "q")  # records are the extension's AttentionTile
         self._native.begin(
             self._slots.data_ptr(),
             self._slots.shape[0],
@@ -106,25 +110,11 @@ class NativeAttention:
         values = self.values.transpose(3, 4)
         values[target // size, ..., target % size] = values[source // size, ..., source % size]
 
-    def _flatten(self, tiles: Sequence[QueryTile]) -> tuple[array[int], array[int]]:
-        """The ints that the tiles hold, and for each tile where they are, as the extension's AttentionTile has it."""
-        ints, records = array("q"), array("q")
-        table: Sequence[int] | None = None
-        table_at = 0
-        for tile in tiles:
-            if tile.block_table is not table:
-                table, table_at = tile.block_table, len(ints)
-                ints.extend(table)
-                assert max(table, default=0) < self._num_blocks
-            num_path = len(tile.path_slots)
-            assert (tile.path_start if num_path else tile.num_keys) <= len(table) * self.shape.block_size
-            assert not num_path or tile.path_start + num_path >= tile.num_keys
-            rows_at = len(ints)
-            ints.extend(tile.rows)
-            path_at = len(ints)
-            ints.extend(tile.path_slots)
-            records.extend((rows_at, len(tile.rows), tile.first_position, table_at, path_at, tile.path_start, num_path))
-        return ints, records
+    def _check_tile(self, tile: QueryTile) -> None:
+        num_path = len(tile.path_slots)
+        known = tile.path_start if num_path else tile.num_keys
+        assert known <= len(tile.block_table) * self.shape.block_size
+        assert not num_path or tile.path_start + num_path >= tile.num_keys
 
     def _check(self, x: Tensor, num_heads: int) -> None:
         dim = self.shape.head_dim

@@ -21,34 +21,37 @@ KEY_TILE = 256
 
 
 class ReferenceAttention:
-    """Paged keys and values in one tensor [blocks, layers, 2, block_size, kv_heads, D] over the byte pool.
+    """Paged keys and values in one tensor [blocks, layers, 2, block_size, kv_heads, D] over the byte pool: blocks one
+    after the other, or, where the pool is this group's alone, layers: what a pass reads then lies together.
 
     Args:
         spec: of the model.
         pool: [bytes] uint8, zeros: masked keys are multiplied by zero, so that memory must not hold NaN.
         dtype: of keys and values; what is computed with them has the queries' dtype.
+        alone: whether no other group has blocks in the pool.
     """
 
     row_tile = ROW_TILE
 
-    def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype, alone: bool = False) -> None:
         shape = spec.shape
         self.spec = spec
         self.shape = shape
         block_bytes = shape.block_bytes(dtype.itemsize)
         num_blocks = pool.shape[0] // block_bytes
-        self.cache = (
-            pool[: num_blocks * block_bytes]
-            .view(dtype)
-            .view(num_blocks, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        )
-        self._positions = torch.arange(KEY_TILE)
+        memory = pool[: num_blocks * block_bytes].view(dtype)
+        inner = (2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        if alone:
+            self.cache = memory.view(shape.num_layers, num_blocks, *inner).transpose(0, 1)
+        else:
+            self.cache = memory.view(num_blocks, shape.num_layers, *inner)
+        self._positions = torch.arange(KEY_TILE, device=pool.device)
 
     def begin(self, layout: StepLayout) -> None:
-        self._slots = layout.slots
-        self._blocks, self._offsets = layout.slots // self.shape.block_size, layout.slots % self.shape.block_size
+        self._slots = layout.slots.to(self.cache.device)
+        self._blocks, self._offsets = self._slots // self.shape.block_size, self._slots % self.shape.block_size
         self._groups = [
-            (torch.tensor(table), list(tiles))
+            (torch.tensor(table, device=self.cache.device), list(tiles))
             for table, tiles in itertools.groupby(layout.tiles, key=lambda tile: tile.block_table)
         ]
 
@@ -72,14 +75,14 @@ class ReferenceAttention:
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         size = self.shape.block_size
-        source, target = torch.tensor(source_slots), torch.tensor(target_slots)
+        source, target = (torch.tensor(slots, device=self.cache.device) for slots in (source_slots, target_slots))
         self.cache[target // size, :, :, target % size] = self.cache[source // size, :, :, source % size]
 
     def _gather(self, stored: Tensor, table: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
         """[2, kv_heads, keys rounded up to KEY_TILE, D]; zero past the keys."""
         num_blocks = -(-num_keys // self.shape.block_size)
         padded = -(-num_keys // KEY_TILE) * KEY_TILE
-        gathered = torch.empty(2, self.shape.num_kv_heads, padded, self.shape.head_dim, dtype=dtype)
+        gathered = stored.new_empty(2, self.shape.num_kv_heads, padded, self.shape.head_dim, dtype=dtype)
         blocks = stored[table[:num_blocks]]  # [n, 2, block_size, kv_heads, D]
         gathered[:, :, :num_keys] = blocks.permute(1, 3, 0, 2, 4).flatten(2, 3)[:, :, :num_keys]
         gathered[:, :, num_keys:] = 0  # what lies in a block past them is somebody's leavings, perhaps NaN
@@ -87,7 +90,7 @@ class ReferenceAttention:
 
     def _follow_path(self, stored: Tensor, keys_values: Tensor, tile: QueryTile) -> Tensor:
         """The same with the path's own tokens at their positions."""
-        slots = torch.tensor(list(tile.path_slots))
+        slots = torch.tensor(list(tile.path_slots), device=stored.device)
         own = stored[slots // self.shape.block_size, :, slots % self.shape.block_size]  # [n, 2, kv_heads, D]
         path = keys_values.clone()
         path[:, :, tile.path_start : tile.path_start + len(slots)] = own.permute(1, 2, 0, 3).to(path.dtype)
@@ -100,7 +103,7 @@ class ReferenceAttention:
         grouped = query.new_zeros(kv_heads, num_heads // kv_heads, ROW_TILE, head_dim)
         grouped[:, :, :num_rows] = query.view(num_rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3) * self.spec.scale
         grouped = grouped.flatten(1, 2)  # [kv_heads, M, D], M = heads of a group x ROW_TILE
-        positions = (tile.first_position + torch.arange(ROW_TILE)).unsqueeze(1)
+        positions = (tile.first_position + self._positions[:ROW_TILE]).unsqueeze(1)
         first_seen = 0 if window is None else max(0, tile.first_position + 1 - window)
         key_tiles = range(first_seen // KEY_TILE * KEY_TILE, tile.num_keys, KEY_TILE)
 

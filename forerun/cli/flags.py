@@ -15,7 +15,7 @@ _NAMES = """
     --enable-auto-tool-choice --enable-chunked-prefill --enable-expert-parallel --enable-force-include-usage
     --enable-log-requests --enable-lora --enable-prompt-tokens-details --enable-request-id-headers
     --enable-server-load-tracking --enable-sleep-mode --enable-tokenizer-info-endpoint --enforce-eager
-    --exclude-tools-when-tool-choice-none --generation-config --gpu-memory-utilization --guided-decoding-backend
+    --exclude-tools-when-tool-choice-none --generation-config --guided-decoding-backend
     --hf-config-path --hf-overrides --hf-token --kv-cache-metrics --kv-transfer-config
     --limit-mm-per-prompt --load-format --logits-processors --logprobs-mode --lora-modules --max-logprobs
     --max-lora-rank --max-loras --max-num-partial-prefills --middleware --model --model-impl --num-gpu-blocks-override

@@ -59,6 +59,8 @@ def generate(
     kv_cache_memory: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Memory for KV blocks; if not given, a quarter of what is free.")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32; on a GPU also bfloat16 and float16.")] = "auto",
     num_threads: Annotated[int | None, typer.Option(help="Threads; if not given, PyTorch's choice.")] = None,
 ) -> None:
     """Complete a prompt, here and now.
@@ -101,6 +103,8 @@ def generate(
         target,
         speculative_config=spec,
         tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
         max_model_len=max_model_len,
         kv_cache_memory_bytes=cache_bytes,
         num_threads=num_threads,

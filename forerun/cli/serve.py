@@ -112,16 +112,18 @@ def serve(
     max_num_batched_tokens: Annotated[str, _engine("Most tokens in one step.", metavar="TOKENS")] = "512",
     max_num_waiting: Annotated[int, _engine("Most requests that wait; one more gets HTTP 503.")] = 4096,
     kv_cache_memory: Annotated[str | None, _engine(
-        "Memory for KV blocks: 2GiB, 512MiB, bytes; if not given, a quarter of what is free.",
+        "Memory for KV blocks: 2GiB, 512MiB, bytes; if not given, a quarter of what is free, or the GPU's share.",
         "--kv-cache-memory", "--kv-cache-memory-bytes", metavar="BYTES")] = None,
     kv_cache_dtype: Annotated[str, _engine(
         "float32, or bfloat16, which holds twice the tokens; auto: bfloat16, unless weights are float32.")] = "auto",
     block_size: Annotated[int, _engine("Tokens a KV block.")] = 16,
     enable_prefix_caching: Annotated[bool, _engine(
         "Reuse KV of prompts that begin alike.", "--enable-prefix-caching/--no-enable-prefix-caching")] = True,
-    dtype: Annotated[str, _engine("auto or float32.")] = "auto",
+    dtype: Annotated[str, _engine("auto, float32; on a GPU also bfloat16 and float16.")] = "auto",
     quantization: Annotated[str | None, _engine("int8: of floating weights; if not given, as stored.")] = None,
-    device: Annotated[str, _engine("cpu.")] = "cpu",
+    device: Annotated[str, _engine("cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    gpu_memory_utilization: Annotated[float | None, _engine(
+        "Share of the GPU's memory that the engine may fill; if not given, 0.92.")] = None,
     num_threads: Annotated[int | None, _engine("Threads of the CPU's kernels; if not given, PyTorch's choice.")] = None,
     seed: Annotated[int | None, _engine("Makes the seeds repeatable that requests without one get.")] = None,
     host: Annotated[str, _web("Address to listen on.")] = "0.0.0.0",
@@ -172,6 +174,7 @@ def serve(
         max_num_batched_tokens=parse_count("--max-num-batched-tokens", max_num_batched_tokens) or 512,
         max_num_waiting=max_num_waiting,
         kv_cache_memory_bytes=parse_bytes("--kv-cache-memory", kv_cache_memory),
+        gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from forerun.engine import gpu
 from forerun.engine.cache import CachePool
 from forerun.engine.config import EngineConfig
+from forerun.engine.device import find_device
 from forerun.engine.engine import Engine
 from forerun.engine.messages import EngineInfo
 from forerun.engine.runner import Runner
@@ -32,13 +34,20 @@ from forerun.spec.proposer import TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
 
+CPU_DTYPES = ("auto", "float32")
+
 
 @dataclass(frozen=True)
 class Target:
-    """The model that is served, with its tokenizer."""
+    """The model that is served, with its tokenizer.
+
+    Attributes:
+        packed: whether weights stay as the checkpoint stores them.
+    """
 
     config: DecoderConfig
     model: Decoder
+    packed: bool
     tokenizer: Tokenizer
     load_time_s: float
 
@@ -66,21 +75,32 @@ def build_engine(config: EngineConfig) -> Engine:
         ConfigError: the settings, the files or the memory do not allow it. Settings are judged before weights load.
     """
     _set_num_threads(config.num_threads)
+    device, obstacle = find_device(config.device)
+    _check_device(config, device)
     path = str(resolve_model(config.model))
     model_config = read_config(path)
-    config, notes = _complete(config, model_config)
+    config, head_notes = _complete(config, model_config)
     shape = attention_spec(model_config, config.block_size).shape
     least_dtype = KV_DTYPES.get(config.kv_cache_dtype, torch.bfloat16)
-    _fit(config, model_config, shape.block_bytes(least_dtype.itemsize), kv_cache_bytes(config.kv_cache_memory_bytes))
-    target = _load_target(config, path, model_config)
+    most_bytes = _most_cache_bytes(config, device)
+    _fit(config, model_config, shape.block_bytes(least_dtype.itemsize), most_bytes)
+    target = _load_target(config, path, model_config, device)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, target.model.kv_dtype)
     proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype))
 
     caches = _size_caches(config, target, kv_dtype, proposer)
-    memory = new_memory(caches.pool.num_bytes)
+    memory = new_memory(caches.pool.num_bytes, device)
     proposer.attach_all(memory, caches.pool.num_target_blocks)
+    alone = len(caches.pool.groups) == 1
+    paged = PagedModel.over(target.model, memory, kv_dtype, config.block_size, alone=alone)
+    notes = [*head_notes, *proposer.notes]
+    if device.type != "cpu":
+        paged, line = gpu.record(paged, config, caches.max_model_len, proposer.hidden_taps)
+        notes = [line, *notes] if line else notes
+    if obstacle is not None:
+        notes.append(f"WARNING: {obstacle}")
     return Engine(
-        runner=Runner(PagedModel.over(target.model, memory, kv_dtype, config.block_size), proposer.hidden_taps),
+        runner=Runner(paged, proposer.hidden_taps),
         scheduler=Scheduler(
             caches.pool,
             block_size=config.block_size,
@@ -96,7 +116,7 @@ def build_engine(config: EngineConfig) -> Engine:
         control=make_control(config.speculative_config),
         tokenizer=target.tokenizer,
         eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        info=_info(config, target, caches, [*notes, *proposer.notes]),
+        info=_info(config, target, caches, notes),
     )
 
 
@@ -117,11 +137,26 @@ def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype) ->
         block_size=config.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_dtype=kv_dtype,
-        packed=config.dtype == "auto",
+        packed=target.packed,
     )
 
 
-def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig) -> Target:
+def _check_device(config: EngineConfig, device: torch.device) -> None:
+    """Fail where the device cannot do what was asked for."""
+    if device.type == "cpu" and config.dtype not in CPU_DTYPES:
+        raise ConfigError(f"dtype={config.dtype!r} is not served on a CPU: use {' or '.join(CPU_DTYPES)}")
+    if device.type != "cpu" and config.quantization is not None:
+        raise ConfigError(f"quantization={config.quantization!r} is served on a CPU only: leave it out on a GPU")
+
+
+def _most_cache_bytes(config: EngineConfig, device: torch.device) -> int:
+    """More than what the caches will have, for refusals before weights load."""
+    if device.type == "cpu":
+        return kv_cache_bytes(config.kv_cache_memory_bytes)
+    return gpu.most_cache_bytes(config, device)
+
+
+def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig, device: torch.device) -> Target:
     started = time.perf_counter()
     tokenizer = load_tokenizer(path, config.tokenizer)
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -130,9 +165,10 @@ def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig) -
             f"is {model_config.vocab_size}: it is not this model's tokenizer"
         )
     max_positions = config.max_model_len or model_config.max_position_embeddings
-    packed = config.dtype == "auto"
-    model = load_model(path, torch.float32, max_positions, packed=packed, quantization=config.quantization)
-    return Target(model_config, model, tokenizer, time.perf_counter() - started)
+    packed = config.dtype == "auto" and device.type == "cpu"
+    dtype = torch.float32 if device.type == "cpu" else gpu.model_dtype(config.dtype, path)
+    model = load_model(path, dtype, max_positions, packed=packed, quantization=config.quantization, device=device)
+    return Target(model_config, model, packed, tokenizer, time.perf_counter() - started)
 
 
 def _info(config: EngineConfig, target: Target, caches: Caches, notes: Sequence[str]) -> EngineInfo:
@@ -140,6 +176,7 @@ def _info(config: EngineConfig, target: Target, caches: Caches, notes: Sequence[
     num_blocks = caches.pool.num_target_blocks
     num_tokens = num_blocks * config.block_size
     lines = start_up_lines(
+        device="CPU" if target.model.device.type == "cpu" else "GPU",
         load_bytes=target.model.weight_bytes,
         load_time_s=target.load_time_s,
         kv_bytes=caches.num_bytes,
@@ -157,7 +194,7 @@ def _info(config: EngineConfig, target: Target, caches: Caches, notes: Sequence[
         kv_cache_tokens=num_tokens,
         vocab_size=target.config.vocab_size,
         dtype=str(target.model.dtype).removeprefix("torch."),
-        device=config.device,
+        device=target.model.device.type,
         load_time_s=target.load_time_s,
         speculative_config=spec.resolved() if spec else None,
         num_spec_tokens=spec.num_speculative_tokens if spec else 0,
@@ -174,6 +211,10 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
             f"max_num_batched_tokens ({config.max_num_batched_tokens}) is below max_num_seqs ({config.max_num_seqs}): "
             "requests that find no row in a step wait for others to end"
         )
+    if model.device.type != "cpu":
+        return warnings + gpu.warnings()
+    if config.gpu_memory_utilization is not None:
+        warnings.append("gpu_memory_utilization is without effect on a CPU: see kv_cache_memory")
     if not native.available():
         warnings.append(
             "the CPU extension is not built (no C++ compiler at install, or a bare source tree): weights are "
@@ -191,7 +232,11 @@ def _size_caches(config: EngineConfig, target: Target, kv_dtype: torch.dtype, pr
     block_bytes = attention_spec(target.config, config.block_size).shape.block_bytes(kv_dtype.itemsize)
     beside_bytes = sum(group.block_bytes for group in proposer.groups_beside)
     groups = [GroupSpec("target", block_bytes), *proposer.own_groups]
-    pool = CachePool(groups, kv_cache_bytes(config.kv_cache_memory_bytes), beside_bytes)
+    if target.model.device.type == "cpu":
+        cache_bytes = kv_cache_bytes(config.kv_cache_memory_bytes)
+    else:
+        cache_bytes = gpu.cache_bytes(config, target.model, kv_dtype, proposer.hidden_taps)
+    pool = CachePool(groups, cache_bytes, beside_bytes)
     num_bytes = pool.num_bytes + pool.num_target_blocks * beside_bytes
     max_model_len = _fit(config, target.config, block_bytes + beside_bytes, num_bytes)
     return Caches(pool, num_bytes, kv_dtype, max_model_len)

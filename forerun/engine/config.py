@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from forerun.spec.config import SpeculativeConfig
 
 THREADS_A_CORE = 4  # more only fight each other
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
 COUNTS = (
     "max_model_len",
@@ -32,17 +34,21 @@ class EngineConfig:
         model: a directory in Hugging Face layout, a .gguf file, or a built-in name (`smollm2-135m`).
         tokenizer: where the tokenizer comes from; None: the model.
         speculative_config: how to draft; None: plain decoding.
-        device: "cpu" ("cuda" is not served yet).
-        dtype: "auto" computes with the checkpoint's weights as they are stored (4-bit, int8 and bf16 through the CPU
-            extension); "float32" with dequantised ones.
-        quantization: "int8" makes int8 of floating weights at load; None: as they are stored.
+        device: "cpu", "cuda", or "auto": a GPU where there is one that can be used.
+        dtype: "auto" computes on a CPU with the checkpoint's weights as they are stored (4-bit, int8 and bf16 through
+            the CPU extension), on a GPU in float16 where the checkpoint says so and else in bfloat16; "float32",
+            "bfloat16" and "float16" (these two on a GPU only) with dequantised ones.
+        quantization: "int8" makes int8 of floating weights at load, on a CPU only; None: as they are stored.
         max_model_len: longest prompt plus output, tokens; None: the model's own, cut to what the KV cache holds.
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most tokens in one step, drafted ones included; longer prompts are computed in chunks.
         max_num_waiting: most requests that wait in a server; one more is refused.
-        kv_cache_memory_bytes: memory for KV blocks; None: a quarter of what is free after loading.
-        kv_cache_dtype: of keys and values, "float32" or "bfloat16", which halves their memory; "auto": bfloat16, or
-            float32 where the weights are plain float32.
+        kv_cache_memory_bytes: memory for KV blocks; None: on a CPU a quarter of what is free after loading, on a GPU
+            what `gpu_memory_utilization` leaves.
+        gpu_memory_utilization: share of the GPU's memory that the engine may fill; None: 0.92. Without effect on a CPU,
+            and where `kv_cache_memory_bytes` is given.
+        kv_cache_dtype: of keys and values, "float32" or "bfloat16", which halves their memory; "auto": what the model
+            computes in, on a CPU bfloat16 unless the weights are plain float32.
         block_size: tokens a block.
         enable_prefix_caching: keep full blocks of finished requests for prompts that begin alike.
         num_threads: threads of the CPU's kernels; None: PyTorch's own choice.
@@ -52,7 +58,7 @@ class EngineConfig:
     model: str
     tokenizer: str | None = None
     speculative_config: SpeculativeConfig | None = None
-    device: str = "cpu"
+    device: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
     max_model_len: int | None = None
@@ -60,6 +66,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_num_waiting: int = 4096
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
     kv_cache_dtype: str = "auto"
     block_size: int = 16
     enable_prefix_caching: bool = True
@@ -74,15 +81,13 @@ class EngineConfig:
         most = THREADS_A_CORE * (os.cpu_count() or 1)
         if self.num_threads is not None and self.num_threads > most:
             raise ConfigError(f"num_threads must be in [1, {most}] on this machine, got {self.num_threads}")
-        if self.device != "cpu":
-            raise ConfigError(f"device={self.device!r} is not served yet: use 'cpu'")
-        if self.dtype not in ("auto", "float32"):
-            raise ConfigError(f"dtype={self.dtype!r} is not served on a CPU yet: use 'auto' or 'float32'")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} is not served on a CPU: use {', '.join(KV_CACHE_DTYPES)}"
-            )
+        for name, known in (("device", DEVICES), ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not served: use {', '.join(known)}")
+        share = self.gpu_memory_utilization
+        if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
         if self.quantization not in (None, "int8"):
             raise ConfigError(f"quantization={self.quantization!r} is not served: use 'int8' or leave it out")
-        if self.quantization is not None and self.dtype == "float32":
-            raise ConfigError("quantization='int8' and dtype='float32' exclude each other: leave one out")
+        if self.quantization is not None and self.dtype != "auto":
+            raise ConfigError(f"quantization='int8' and dtype={self.dtype!r} exclude each other: leave one out")

@@ -1,7 +1,8 @@
 """The steps of a decoder layer, each in as few passes as its weights allow.
 
 A linear layer is plain torch (`PlainLinear`) or packed (`packed.PackedLinear`). Packed ones run in the CPU extension,
-one call a step; plain ones are composed of `forerun.kernels.reference`. Rows are bit-exact either way.
+one call a step; plain ones are composed of `forerun.kernels.reference`, or on a GPU of cuBLAS and `triton_ops`. On a
+CPU rows are bit-exact either way.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels import native, reference
+from forerun.kernels import cuda, native, reference
 from forerun.kernels.packed import PackedLinear, PackedWeight
 
 
@@ -29,7 +31,7 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]"""
-        return reference.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias) if x.is_cuda else reference.linear(x, self.weight, self.bias)
 
 
 Linear = PlainLinear | PackedLinear
@@ -43,6 +45,8 @@ def embed(token_ids: Tensor, weight: Embedding) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, H] scaled to unit root mean square, times weight [H]."""
+    if cuda.serves(x):
+        return cuda.ops().rms_norm(x, weight, eps)  # type: ignore[no-any-return]
     if not _is_native(x):
         return reference.rms_norm(x, weight, eps)
     num_rows, width = x.shape
@@ -61,6 +65,13 @@ def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, linear: Linea
     weight = _optional_address(norm_weight, linear.k)
     native.extension().norm_linear(x.data_ptr(), stride, num_rows, weight, eps, linear.address, y.data_ptr(), linear.n)
     return y
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up [T, 2I] -> [T, I], see `reference.gated`."""
+    if cuda.serves(gate_up):
+        return cuda.ops().gated(gate_up, activation)  # type: ignore[no-any-return]
+    return reference.gated(gate_up, activation)
 
 
 def rope_qk(
@@ -83,6 +94,9 @@ def rope_qk(
     """
     dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     whole = q_norm is not None and q_norm.numel() != dim
+    if cuda.serves(qkv):
+        cuda.ops().rope_qk(qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps)
+        return
     if not _is_native(qkv):
         heads = qkv.view(qkv.shape[0], -1, dim)
         _rope_heads(heads[:, :num_heads], cos, sin, q_norm, eps)
@@ -128,6 +142,9 @@ ADD = Merge()
 def linear_add(x: Tensor, linear: Linear, residual: Tensor, merge: Merge = ADD) -> None:
     """x [T, K] times the weights, merged into residual [T, N]."""
     if isinstance(linear, PlainLinear):
+        if x.is_cuda and linear.bias is None and merge.norm is None:  # cuBLAS adds as it writes
+            residual.addmm_(x, linear.weight.t(), alpha=merge.scale)
+            return
         merge(linear(x), residual)
         return
     stride, num_rows = _row_stride(x, linear.k), x.shape[0]
@@ -160,7 +177,7 @@ class Mlp:
         """Of x [T, H], RMS-normed where there is a norm, merged into residual [T, H], which may be x itself."""
         gate_up, down = self.gate_up, self.down
         if isinstance(gate_up, PlainLinear) or isinstance(down, PlainLinear):
-            linear_add(reference.gated(norm_linear(x, norm, eps, gate_up), self.activation), down, residual, merge)
+            linear_add(gated(norm_linear(x, norm, eps, gate_up), self.activation), down, residual, merge)
             return
         if gate_up.n != 2 * down.k or gate_up.k != down.n:
             raise ValueError(f"gate_up [{gate_up.n}, {gate_up.k}] and down [{down.n}, {down.k}] do not fit together")
@@ -201,7 +218,7 @@ class Experts:
         total = torch.zeros_like(residual)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, places = torch.where(chosen == expert)
-            made = torch.zeros(len(rows), residual.shape[1], dtype=x.dtype)
+            made = x.new_zeros(len(rows), residual.shape[1])
             self.experts[expert].add(normed[rows], None, eps, made)
             total[rows] += made * weights[rows, places].unsqueeze(1)
         merge(total, residual)
@@ -216,7 +233,9 @@ def _rope_heads(heads: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, ep
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return x if weight is None else reference.rms_norm(x, weight, eps)
+    if weight is None:
+        return x
+    return rms_norm(x, weight, eps) if x.is_cuda else reference.rms_norm(x, weight, eps)
 
 
 def _is_native(x: Tensor) -> bool:

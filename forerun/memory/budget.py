@@ -1,6 +1,8 @@
-"""How much memory the caches may take on a CPU, and the lines that say so. No torch here."""
+"""How much memory the caches may take, and the lines that say so. No torch here."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import psutil
 
@@ -9,6 +11,7 @@ from forerun.errors import ConfigError
 GIB = 2**30
 MIB = 2**20
 DEFAULT_SHARE = 0.25  # of what is free once the weights are loaded
+GPU_UTILIZATION = 0.92  # of a GPU's memory
 
 
 def kv_cache_bytes(wanted: int | None) -> int:
@@ -26,6 +29,63 @@ def kv_cache_bytes(wanted: int | None) -> int:
             "lower it"
         )
     return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """A GPU's memory, bytes.
+
+    Attributes:
+        total, free: of the GPU.
+        pass_bytes: what the largest pass takes beside weights and caches.
+        graph_bytes: what graphs will take.
+    """
+
+    total: int
+    free: int
+    pass_bytes: int = 0
+    graph_bytes: int = 0
+
+
+def gpu_allowance(memory: GpuMemory, utilization: float | None) -> int:
+    """Bytes that the engine may fill, weights and all, before it has taken any.
+
+    Raises:
+        ConfigError: more than is free.
+    """
+    share = GPU_UTILIZATION if utilization is None else utilization
+    allowed = int(memory.total * share)
+    if allowed > memory.free:
+        raise ConfigError(
+            f"gpu_memory_utilization={share} of {memory.total / GIB:.2f} GiB is {allowed / GIB:.2f} GiB, but only "
+            f"{memory.free / GIB:.2f} GiB are free: lower it, or end what else runs on the GPU"
+        )
+    return allowed
+
+
+def gpu_cache_bytes(wanted: int | None, memory: GpuMemory, utilization: float | None) -> int:
+    """Bytes for KV blocks once the weights are loaded: what the user asked for, else what the utilization leaves.
+
+    Raises:
+        ConfigError: more than there is, or nothing is left.
+    """
+    kept = memory.pass_bytes + memory.graph_bytes
+    if wanted is not None:
+        if wanted > memory.free - kept:
+            raise ConfigError(
+                f"kv_cache_memory={wanted} ({wanted / GIB:.2f} GiB) is more than the {(memory.free - kept) / GIB:.2f} "
+                f"GiB that are free on the GPU beside {kept / GIB:.2f} GiB for the largest pass: lower it"
+            )
+        return wanted
+    share = GPU_UTILIZATION if utilization is None else utilization
+    used = memory.total - memory.free
+    left = int(memory.total * share) - used - kept
+    if left <= 0:
+        raise ConfigError(
+            f"gpu_memory_utilization={share} of {memory.total / GIB:.2f} GiB leaves no memory for a KV cache beside "
+            f"{used / GIB:.2f} GiB in use and {kept / GIB:.2f} GiB for the largest pass: raise it"
+        )
+    return left
 
 
 def fit_model_len(wanted: int | None, model_limit: int, num_tokens: int, token_bytes: int) -> int:
@@ -52,13 +112,20 @@ def fit_model_len(wanted: int | None, model_limit: int, num_tokens: int, token_b
 
 
 def start_up_lines(
-    *, load_bytes: int, load_time_s: float, kv_bytes: int, kv_dtype: str, num_tokens: int, max_model_len: int
+    *,
+    device: str,
+    load_bytes: int,
+    load_time_s: float,
+    kv_bytes: int,
+    kv_dtype: str,
+    num_tokens: int,
+    max_model_len: int,
 ) -> list[str]:
-    """What operators grep for, in the form that they know."""
+    """What operators grep for, in the form that they know. device: "CPU" or "GPU"."""
     return [
         f"Model loading took {load_bytes / GIB:.2f} GiB memory and {load_time_s:.2f} seconds",
         f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB",
-        f"CPU KV cache size: {num_tokens:,} tokens, Maximum concurrency for {max_model_len:,} tokens per request: "
+        f"{device} KV cache size: {num_tokens:,} tokens, Maximum concurrency for {max_model_len:,} tokens per request: "
         f"{num_tokens / max_model_len:.2f}x",
         f"KV cache dtype: {kv_dtype}, {kv_bytes // num_tokens:,} bytes per token",
     ]

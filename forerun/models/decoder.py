@@ -77,14 +77,19 @@ class Decoder:
         self.layers = [LayerWeights.of(weights, config, layer) for layer in range(config.num_layers)]
         self.max_positions = max_positions or config.max_position_embeddings
         self.rope_tables = [
-            rope_tables(rope, config.head_dim, self.max_positions, self.dtype) for rope in config.ropes
+            rope_tables(rope, config.head_dim, self.max_positions, self.norm) for rope in config.ropes
         ]  # cos and sin, [max_positions, R / 2] each
         # In the dtype of the weights, as Gemma's embeddings are scaled in Hugging Face's class.
-        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype)
+        self.embedding_scale = self.norm.new_tensor(config.embedding_scale)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights, and so of all that is computed."""
+        return self.norm.device
 
     @property
     def linears(self) -> list[Linear]:
@@ -100,7 +105,7 @@ class Decoder:
     @property
     def row_multiple(self) -> int:
         """Steps of so many rows cost no more than fewer: what plain products are padded to."""
-        return 1 if self.is_packed else ROW_TILE
+        return 1 if self.is_packed or self.device.type != "cpu" else ROW_TILE
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -110,12 +110,13 @@ def attention_inputs(
     return query, key, value
 
 
-def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions 0..max_positions-1, [max_positions, R / 2]; computed in float32."""
+def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions 0..max_positions-1, [max_positions, R / 2]; computed in float32, then of the dtype of
+    `like`, beside it."""
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim, max_positions))
     scale = rope.attention_factor
-    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    return (angles.cos() * scale).to(like), (angles.sin() * scale).to(like)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int = 0) -> Tensor:

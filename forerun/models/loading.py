@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 64 << 20
 MAX_MESSAGE = 1000
+CPU = torch.device("cpu")
 CHUNK_ELEMENTS = 1 << 18  # dequantised at once: small enough to stay in a core's cache
 DEFAULT_MAX_POSITIONS = 1 << 17
 SAFETENSORS_KINDS = ("F32", "F16", "BF16")
@@ -100,6 +101,7 @@ def load_model(
     *,
     packed: bool = False,
     quantization: str | None = None,
+    device: torch.device = CPU,
 ) -> Decoder:
     """Load a decoder.
 
@@ -110,16 +112,17 @@ def load_model(
         packed: keep quantised and bf16 matrices as they are and compute with the CPU extension, where that is there;
             others become plain float32. Needs dtype float32.
         quantization: "int8" makes int8 of the matrices of floating kinds too, and of those that have no packed kind.
+        device: where the weights lie and the model runs; packed ones on a CPU only.
     Raises:
         CheckpointError: missing, broken or unsupported; one line that names the file and the tensor.
         ConfigError: a quantization that we do not know, or that lacks the CPU extension.
     """
     choose = kind_for(packed, quantization)
-    assert choose is None or dtype == torch.float32
+    assert choose is None or (dtype == torch.float32 and device.type == "cpu")
     path = Path(path)
     with one_line_errors(path):
         checkpoint = _open(path)
-        weights = _load_weights(checkpoint, dtype, choose)
+        weights = _load_weights(checkpoint, dtype, choose, device)
     limit = min(checkpoint.config.max_position_embeddings, DEFAULT_MAX_POSITIONS)
     return Decoder(checkpoint.config, weights, max_positions or limit)
 
@@ -433,7 +436,7 @@ def _gguf_fill(file: GgufFile, name: str, start: int = 0) -> Fill:
 def _write(values: NDArray[np.float32], target: Tensor) -> None:
     """By numpy where it can: torch shares copies out among threads, and on a busy machine these wait for each other."""
     values = values.reshape(target.shape)
-    if target.dtype == torch.float32:
+    if target.is_cpu and target.dtype == torch.float32:
         np.copyto(target.numpy(), values)
     else:
         target.copy_(torch.from_numpy(np.require(values, requirements="W")))
@@ -448,10 +451,12 @@ def _check_kind(file: GgufFile, name: str) -> None:
 # Both
 
 
-def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, choose: KindFor | None) -> dict[str, Weight]:
+def _load_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, choose: KindFor | None, device: torch.device
+) -> dict[str, Weight]:
     sources = checkpoint.sources()
     _check_names(checkpoint, sources)
-    return fill_weights(sources, checkpoint.slots, checkpoint.config.weight_shapes(), dtype, choose)
+    return fill_weights(sources, checkpoint.slots, checkpoint.config.weight_shapes(), dtype, choose, device=device)
 
 
 def fill_weights(
@@ -460,6 +465,8 @@ def fill_weights(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     choose: KindFor | None,
+    *,
+    device: torch.device = CPU,
 ) -> dict[str, Weight]:
     """Our tensors, by name, put together from a checkpoint's.
 
@@ -468,6 +475,7 @@ def fill_weights(
         shapes: of our tensors; `slots` fills each.
         dtype: of those that are not packed.
         choose: which matrices are packed (`kind_for`); None: none.
+        device: of those that are not packed; no more than one of a checkpoint's tensors is held elsewhere at a time.
     Raises:
         CheckpointError: a tensor of another shape or kind, or one that holds numbers that are not finite.
     """
@@ -485,7 +493,7 @@ def fill_weights(
         if len(known) == len(kinds):
             packed[tensor] = _packed_tensor(own, known)
         else:
-            weights[tensor] = _plain_tensor(own, torch.empty(shape, dtype=dtype))
+            weights[tensor] = _plain_tensor(own, torch.empty(shape, dtype=dtype, device=device))
     for tensor, pieces in packed.items():
         bias = weights.get(f"{tensor}_bias")
         assert bias is None or isinstance(bias, Tensor)
@@ -503,7 +511,7 @@ def _plain_tensor(parts: Sequence[Part], tensor: Tensor) -> Tensor:
     for source, slot in parts:
         target = tensor[slot.start : slot.start + slot.shape[0]]
         source.fill(target)
-        if not target.sum().isfinite():
+        if not target.sum(dtype=torch.float32).isfinite():
             raise CheckpointError(f"{source.where} holds numbers that are not finite: the file is broken")
         if slot.added:
             target += slot.added

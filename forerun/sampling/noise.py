@@ -75,7 +75,7 @@ def gumbel(seed: int, choice: int, position: int, token_ids: Tensor, stream: Str
     """
     span = int(token_ids.max()) // 4 + 1  # four tokens share a counter
     dense = token_ids.shape[0] > span
-    counters = torch.arange(span) if dense else token_ids >> 2
+    counters = torch.arange(span, device=token_ids.device) if dense else token_ids >> 2
     words = torch.stack(philox((counters, position, choice, stream), _key(seed)), dim=1)
     own = words.flatten()[token_ids] if dense else words.gather(1, (token_ids & 3).unsqueeze(1)).squeeze(1)
     uniform = (own.double() + 0.5) / 2.0**32  # in (0, 1), never 0 or 1

@@ -112,6 +112,7 @@ class SharedTokens:
         return self._to_target[token_id]
 
     def restrict(self, logits: Tensor) -> Tensor:
+        self._forbidden = self._forbidden.to(logits.device)  # once: a model stays where it is
         return logits.masked_fill(self._forbidden[: logits.shape[1]], float("-inf"))
 
     def in_target_ids(self, logits: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from forerun import LLM, SamplingParams
 from forerun.engine.engine import Engine
@@ -58,9 +59,16 @@ def test_refuses_an_id_that_is_in_use(tiny_model: Path) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs must be a whole number of at least 1, got 0"),
         ({"max_num_seqs": "4"}, "max_num_seqs must be a whole number of at least 1, got '4'"),
         ({"num_threads": 100_000}, r"num_threads must be in \[1, \d+\] on this machine, got 100000"),
-        ({"device": "cuda"}, "'cuda' is not served yet"),
-        ({"dtype": "float16"}, "'float16' is not served"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not served on a CPU: use auto, float32, bfloat16"),
+        ({"device": "tpu"}, "device='tpu' is not served: use auto, cpu, cuda"),
+        ({"device": "cpu", "dtype": "float16"}, "dtype='float16' is not served on a CPU: use auto or float32"),
+        ({"dtype": "int4"}, "dtype='int4' is not served: use auto, float32, bfloat16, float16"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not served: use auto, float32, bfloat16"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be above 0 and at most 1, got 1.5"),
+        pytest.param(
+            {"device": "cuda"},
+            "device='cuda' cannot be used: .*PyTorch .*; or use device='cpu'",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
+        ),
     ],
 )
 def test_refuses_settings_in_one_line(tiny_model: Path, settings: dict[str, object], message: str) -> None:

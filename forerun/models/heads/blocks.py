@@ -124,12 +124,10 @@ class Block:
 class Blocks:
     """A head's layers, one after the other."""
 
-    def __init__(
-        self, config: DecoderConfig, weights: Mapping[str, Weight], max_positions: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Weight], max_positions: int) -> None:
         self.config = config
         self.blocks = [Block.of(weights, layer) for layer in range(config.num_layers)]
-        self.cos, self.sin = rope_tables(config.rope, config.head_dim, max_positions, dtype)
+        self.cos, self.sin = rope_tables(config.rope, config.head_dim, max_positions, self.blocks[0].mlp_norm)
 
     @property
     def linears(self) -> list[Linear]:

@@ -98,7 +98,6 @@ class EagleHead:
         embedding: Embedding,
         head: Linear,
         max_positions: int,
-        dtype: torch.dtype,
     ) -> None:
         self.config = config
         self.max_positions = config.max_positions(max_positions)
@@ -107,7 +106,7 @@ class EagleHead:
         self.embedding = embedding
         self.head = head
         self.fc = linear_of(weights, "fc")
-        self.blocks = Blocks(config.layers, weights, self.max_positions, dtype)
+        self.blocks = Blocks(config.layers, weights, self.max_positions)
 
     @property
     def linears(self) -> list[Linear]:

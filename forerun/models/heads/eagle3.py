@@ -275,7 +275,6 @@ class Eagle3Head:
         embedding: Embedding,
         head: Linear,
         max_positions: int,
-        dtype: torch.dtype,
         draft_to_target: Tensor | None = None,
     ) -> None:
         self.config = config
@@ -292,7 +291,7 @@ class Eagle3Head:
         self.embedding_norm = vector_of(weights, "layers.0.attn_norm")
         self.hidden_norm = vector_of(weights, "layers.0.hidden_norm")
         self.norm = vector_of(weights, "norm")
-        self.blocks = Blocks(config.layers, weights, self.max_positions, dtype)
+        self.blocks = Blocks(config.layers, weights, self.max_positions)
         self.mask_state: Tensor | None = None
         if config.mask_token_id is not None:
             states = vector_of(weights, "mask_hidden").view(1, -1).chunk(len(config.taps), dim=1)

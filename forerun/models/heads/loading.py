@@ -71,7 +71,7 @@ def load_head(
 
     Args:
         path: a directory with config.json and *.safetensors or pytorch_model.bin, or a .gguf file.
-        target: the model that it will draft for. The head computes in its dtype.
+        target: the model that it will draft for. The head computes in its dtype, on its device.
         packed, quantization: as in `load_model`.
         aux_layer_ids: states of the target to take, as layers that they enter, whatever the checkpoint says.
     Raises:
@@ -86,8 +86,8 @@ def load_head(
         with naming(file.where):
             config, slots = _checked(file, target.config, aux_layer_ids)
             vocabulary = _vocabulary(file, config)
-        weights = fill_weights(file.sources, slots, config.weight_shapes(), target.dtype, choose)
-    return _assemble(config, weights, target, vocabulary)
+        weights = fill_weights(file.sources, slots, config.weight_shapes(), target.dtype, choose, device=target.device)
+    return _assemble(config, weights, target, None if vocabulary is None else vocabulary.to(target.device))
 
 
 def _checked(
@@ -171,12 +171,12 @@ def _assemble(config: AnyConfig, weights: dict[str, Weight], target: Decoder, vo
     head = linear_of(kept, "head") if "head" in kept else target.head
     if config.tied:
         head = linear_of({"head": embedding}, "head")
-    positions, dtype = target.max_positions, target.dtype
+    positions = target.max_positions
     result: EagleHead | Eagle3Head
     if isinstance(config, Eagle3Config):
-        result = Eagle3Head(config, weights, embedding, head, positions, dtype, vocabulary)
+        result = Eagle3Head(config, weights, embedding, head, positions, vocabulary)
     else:
-        result = EagleHead(config, weights, embedding, head, positions, dtype)
+        result = EagleHead(config, weights, embedding, head, positions)
     result.weight_bytes = sum(_num_bytes(weight) for weight in (*weights.values(), *kept.values()))
     result.notes = tuple(notes)
     return result

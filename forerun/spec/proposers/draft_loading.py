@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from forerun.errors import ConfigError
 from forerun.memory.groups import GroupSpec
 from forerun.models.builtin import resolve_model
@@ -45,7 +43,14 @@ def load_draft_model(config: MethodConfig, target: TargetInfo, name: str) -> Dra
     shape = attention_spec(draft, target.block_size).shape
     group = GroupSpec(name, shape.block_bytes(kv_dtype.itemsize), max_len, config.method)
     started = time.perf_counter()
-    model = load_model(path, torch.float32, max_len, packed=target.packed, quantization=config.quantization)
+    model = load_model(
+        path,
+        target.model.dtype,
+        max_len,
+        packed=target.packed,
+        quantization=config.quantization,
+        device=target.model.device,
+    )
     notes.insert(
         0,
         f"{name}: {config.model}: {model.weight_bytes / GIB:.2f} GiB of weights loaded in "

@@ -141,7 +141,13 @@ class EagleProposer(Proposer):
         self, token_ids: list[int], states: Tensor, positions: list[int], layout: StepLayout
     ) -> HeadOutput:
         self._attention.begin(layout)
-        return self._head.forward(torch.tensor(token_ids), states, torch.tensor(positions), self._attention.attend)
+        device = states.device
+        return self._head.forward(
+            torch.tensor(token_ids, device=device),
+            states,
+            torch.tensor(positions, device=device),
+            self._attention.attend,
+        )
 
     def _blocks(self, request: Request) -> list[int]:
         return request.caches[self._place].blocks
@@ -223,10 +229,17 @@ class EagleProposer(Proposer):
             self._states[request_id] = states[place].clone()
 
     def _fill(self, segments: Sequence[Segment], states: Tensor) -> None:
-        token_ids = torch.tensor([token for segment in segments for token in segment.token_ids])
-        positions = torch.tensor([position for segment in segments for position in segment.positions])
+        device = states.device
+        token_ids = [token for segment in segments for token in segment.token_ids]
+        positions = [position for segment in segments for position in segment.positions]
         self._attention.begin(lay_out(segments, block_size=self.block_size, row_tile=self._attention.row_tile))
-        self._head.fill(token_ids, states, positions, self._attention.attend, self._attention.write)
+        self._head.fill(
+            torch.tensor(token_ids, device=device),
+            states,
+            torch.tensor(positions, device=device),
+            self._attention.attend,
+            self._attention.write,
+        )
 
     def forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)

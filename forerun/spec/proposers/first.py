@@ -61,7 +61,7 @@ class FirstOf(Proposer):
             if proposer.group is None:
                 continue
             if proposer.group.beside_target:
-                proposer.attach(0, new_memory(num_target_blocks * proposer.group.block_bytes))
+                proposer.attach(0, new_memory(num_target_blocks * proposer.group.block_bytes, memory.device))
             else:
                 place += 1
                 proposer.attach(place, memory)

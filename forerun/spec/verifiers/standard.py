@@ -40,7 +40,8 @@ class StandardVerifier(MatchVerifier):
             return super().next_token(logits, rows, position, draft, node)
         target_probs = processed_logprobs(logits, rows.params).double().exp()
         both = target_probs.unsqueeze(0), draft_probs.unsqueeze(0)
-        if self.accepts(float(acceptance_probability(*both, torch.tensor([token]))), rows, position):
+        drafted = torch.tensor([token], device=logits.device)
+        if self.accepts(float(acceptance_probability(*both, drafted)), rows, position):
             return token
         return self.draw_residual(residual_distribution(*both)[0], rows, position)
 

@@ -1,0 +1,289 @@
+"""Attention on a GPU: paged, a program for each tile of query rows, head of keys, and part of the keys.
+
+The rows of a tile and the query heads that share a head of keys are the rows of one product. Where tiles are few the
+keys are split, so that all multiprocessors read at once, and the parts are joined by a second kernel (flash-decoding).
+Sums are float32. How keys are split depends on the step, so a row's last bits may depend on its company.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forerun.attention.interface import AttentionSpec, StepLayout
+from forerun.attention.layout import TILE_FIELDS, flatten_tiles
+from forerun.attention.reference import ReferenceAttention
+
+PROGRAMS_A_PROCESSOR = 4  # wanted of a launch, as far as keys can be split
+MOST_SPLITS = 32
+LEAST_KEYS = 64  # of a split
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _attend(
+    query, cache, out, partial, stats, tiles, ints, scale, softcap, window, rows, splits,
+    q_stride, block_stride, layer_offset,
+    FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PATHS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    record = tiles + tile * FIELDS
+    rows_at, num_rows, first_position = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    table_at, path_at = tl.load(record + 3), tl.load(record + 4)
+    path_start, num_path = tl.load(record + 5), tl.load(record + 6)
+
+    num_keys = first_position + num_rows
+    first_seen = 0
+    if WINDOWED:
+        first_seen = tl.maximum(first_position + 1 - window, 0) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(num_keys - first_seen, splits), BLOCK_N) * BLOCK_N
+    start = first_seen + split * span
+    stop = tl.minimum(start + span, num_keys)
+    if num_rows == 0 or start >= stop:
+        return
+
+    m = tl.arange(0, BLOCK_M)
+    row = m // GROUP  # of the tile
+    used = row < num_rows
+    token = tl.load(ints + rows_at + row, mask=used, other=0).to(tl.int64)
+    heads = kv_head * GROUP + m % GROUP
+    position = first_position + row
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims < DIM
+    q_at = query + token[:, None] * q_stride + heads[:, None] * DIM + dims[None, :]
+    q = tl.load(q_at, mask=used[:, None] & in_dim[None, :], other=0.0)
+
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first in range(start, stop, BLOCK_N):
+        keys = first + tl.arange(0, BLOCK_N)
+        exists = keys < stop
+        block = tl.load(ints + table_at + keys // BLOCK_SIZE, mask=exists, other=0)
+        offset = keys % BLOCK_SIZE
+        if PATHS:
+            on_path = exists & (keys >= path_start) & (keys < path_start + num_path)
+            slot = tl.load(ints + path_at + keys - path_start, mask=on_path, other=0)
+            block = tl.where(on_path, slot // BLOCK_SIZE, block)
+            offset = tl.where(on_path, slot % BLOCK_SIZE, offset)
+        at = block.to(tl.int64) * block_stride + layer_offset + (offset * KV_HEADS + kv_head) * DIM
+        k = tl.load(cache + at[None, :] + dims[:, None], mask=exists[None, :] & in_dim[:, None], other=0.0)
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if CAPPED:
+            scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # tanh
+        seen = exists[None, :] & (keys[None, :] <= position[:, None])
+        if WINDOWED:
+            seen = seen & (keys[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))  # log2(e), for exp2
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.math.exp2(scores - finite[:, None])
+        shrink = tl.math.exp2(largest - finite)
+        total = total * shrink + tl.sum(weights, 1)
+        v_at = cache + at[:, None] + BLOCK_SIZE * KV_HEADS * DIM + dims[None, :]
+        v = tl.load(v_at, mask=exists[:, None] & in_dim[None, :], other=0.0)
+        acc = acc * shrink[:, None]
+        acc += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        largest = new_largest
+
+    if not SPLIT:
+        out_at = out + (token[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * DIM + dims[None, :]
+        tl.store(out_at, (acc / total[:, None]).to(q.dtype), mask=used[:, None] & in_dim[None, :])
+    else:
+        part = ((tile * splits + split) * KV_HEADS + kv_head).to(tl.int64) * (rows * GROUP) + m
+        tl.store(partial + part[:, None] * DIM + dims[None, :], acc, mask=used[:, None] & in_dim[None, :])
+        tl.store(stats + 2 * part, largest, mask=used)
+        tl.store(stats + 2 * part + 1, total, mask=used)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _join(
+    out, partial, stats, tiles, ints, window, rows, splits,
+    FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    tile, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    record = tiles + tile * FIELDS
+    rows_at, num_rows, first_position = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    if row >= num_rows:
+        return
+    num_keys = first_position + num_rows
+    first_seen = 0
+    if WINDOWED:
+        first_seen = tl.maximum(first_position + 1 - window, 0) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(num_keys - first_seen, splits), BLOCK_N) * BLOCK_N
+    split = tl.arange(0, MOST_SPLITS)
+    filled = (split < splits) & (first_seen + split * span < num_keys)
+    part = (tile * splits + split).to(tl.int64) * KV_HEADS + head // GROUP
+    part = part * (rows * GROUP) + row * GROUP + head % GROUP
+    largest = tl.load(stats + 2 * part, mask=filled, other=float("-inf"))
+    total = tl.load(stats + 2 * part + 1, mask=filled, other=0.0)
+    share = tl.math.exp2(largest - tl.max(largest, 0))
+    dims = tl.arange(0, BLOCK_D)
+    made = tl.load(
+        partial + part[:, None] * DIM + dims[None, :], mask=filled[:, None] & (dims < DIM)[None, :], other=0.0
+    )
+    joined = tl.sum(made * share[:, None], 0) / tl.sum(total * share, 0)
+    token = tl.load(ints + rows_at + row).to(tl.int64)
+    at = out + (token * (KV_HEADS * GROUP) + head) * DIM + dims
+    tl.store(at, joined.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit
+def _write(
+    key, value, cache, slots, key_stride, value_stride, block_stride, layer_offset,
+    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    at = (slot // BLOCK_SIZE).to(tl.int64) * block_stride + layer_offset + slot % BLOCK_SIZE * WIDTH + columns
+    row = row.to(tl.int64)
+    k = tl.load(key + row * key_stride + columns, mask=inside)
+    v = tl.load(value + row * value_stride + columns, mask=inside)
+    tl.store(cache + at, k.to(cache.dtype.element_ty), mask=inside)
+    tl.store(cache + at + BLOCK_SIZE * WIDTH, v.to(cache.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """A step's layout on the device.
+
+    Attributes:
+        slots: [T] int32, -1 for rows that are padding.
+        tiles: [N, TILE_FIELDS] int32; a tile without rows is padding.
+        ints: int32, what the tiles point to.
+        rows: most rows of a tile.
+        splits: parts of a tile's keys.
+        paths: whether a tile has a path's slots.
+    """
+
+    slots: Tensor
+    tiles: Tensor
+    ints: Tensor
+    rows: int
+    splits: int
+    paths: bool
+
+
+class TritonAttention(ReferenceAttention):
+    """Keys and values lie as in `ReferenceAttention`, whose twin it is. Heads of queries and keys may have any even
+    size; products are of the queries' dtype.
+    """
+
+    row_tile = 16
+
+    def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype, alone: bool = False) -> None:
+        super().__init__(spec, pool, dtype, alone)
+        self._programs = PROGRAMS_A_PROCESSOR * _num_processors(pool.device)
+
+    def begin(self, layout: StepLayout) -> None:
+        packed = pack_layout(layout, len(layout.slots), len(layout.tiles))
+        numbers = torch.frombuffer(packed, dtype=torch.int32).to(self.cache.device)
+        rows = max((len(tile.rows) for tile in layout.tiles), default=0)
+        num_keys = max((tile.num_keys for tile in layout.tiles), default=0)
+        self.use(
+            self.tables(
+                numbers,
+                len(layout.slots),
+                len(layout.tiles),
+                rows,
+                num_keys,
+                paths=any(tile.path_slots for tile in layout.tiles),
+            )
+        )
+
+    def tables(
+        self, numbers: Tensor, num_rows: int, num_tiles: int, rows: int, num_keys: int, *, paths: bool
+    ) -> Tables:
+        """What `pack_layout` made, on the device. num_keys: the most that a tile may have."""
+        tiles_at, ints_at = num_rows, num_rows + num_tiles * TILE_FIELDS
+        wanted = self._programs // max(1, num_tiles * self.shape.num_kv_heads)
+        splits = min(MOST_SPLITS, wanted, num_keys // LEAST_KEYS)
+        return Tables(
+            numbers[:tiles_at],
+            numbers[tiles_at:ints_at].view(num_tiles, TILE_FIELDS),
+            numbers[ints_at:],
+            rows,
+            max(1, splits),
+            paths,
+        )
+
+    def use(self, tables: Tables) -> None:
+        """The tables of the step whose layers are attended next, as `begin` makes them."""
+        self._tables = tables
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.write(layer, key, value)
+        tables, shape, num_heads = self._tables, self.shape, self.spec.num_heads
+        kv_heads, dim = shape.num_kv_heads, shape.head_dim
+        num_tiles, splits, group = tables.tiles.shape[0], tables.splits, num_heads // kv_heads
+        out = query.new_empty(query.shape)
+        if query.shape[0] > tables.slots.shape[0]:
+            out[tables.slots.shape[0] :] = 0
+        if not num_tiles:
+            return out
+        partial = stats = out  # unused
+        if splits > 1:
+            parts = num_tiles * splits * kv_heads * tables.rows * group
+            partial = query.new_empty(parts * dim, dtype=torch.float32)
+            stats = query.new_empty(parts * 2, dtype=torch.float32)
+        window = self.spec.window(layer)
+        block_m = max(16, triton.next_power_of_2(tables.rows * group))
+        block_d = max(16, triton.next_power_of_2(dim))
+        block_n, num_warps, num_stages = _tuning(query.dtype, block_m, block_d)
+        _attend[num_tiles, kv_heads, splits](
+            query, self.cache, out, partial, stats, tables.tiles, tables.ints,
+            self.spec.scale, self.spec.softcap or 0.0, window or 0, tables.rows, splits,
+            query.stride(0), self.cache.stride(0), layer * self.cache.stride(1),
+            FIELDS=TILE_FIELDS, KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_SIZE=shape.block_size,
+            SPLIT=splits > 1, CAPPED=self.spec.softcap is not None, WINDOWED=window is not None,
+            PATHS=tables.paths, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+        if splits > 1:
+            _join[num_tiles, tables.rows, num_heads](
+                out, partial, stats, tables.tiles, tables.ints, window or 0, tables.rows, splits,
+                FIELDS=TILE_FIELDS, KV_HEADS=kv_heads, GROUP=group, DIM=dim, MOST_SPLITS=MOST_SPLITS,
+                WINDOWED=window is not None, BLOCK_N=block_n, BLOCK_D=block_d,
+            )  # fmt: skip
+        return out
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        slots, shape = self._tables.slots, self.shape
+        width = shape.num_kv_heads * shape.head_dim
+        _write[(slots.shape[0],)](
+            key, value, self.cache, slots, key.stride(0), value.stride(0),
+            self.cache.stride(0), layer * self.cache.stride(1),
+            WIDTH=width, BLOCK_SIZE=shape.block_size, BLOCK=triton.next_power_of_2(width),
+        )  # fmt: skip
+
+
+def pack_layout(layout: StepLayout, num_rows: int, num_tiles: int) -> array[int]:
+    """A layout as int32 numbers: slots, tiles, and what these point to; padded to so many rows and tiles."""
+    ints, records = flatten_tiles(layout.tiles, "i")
+    packed = array("i", layout.slots.tolist())
+    packed.extend([-1] * (num_rows - len(packed)))
+    packed.extend(records)
+    packed.extend([0] * (num_tiles * TILE_FIELDS - len(records)))
+    packed.extend(ints)
+    return packed
+
+
+def _tuning(dtype: torch.dtype, block_m: int, block_d: int) -> tuple[int, int, int]:
+    """Keys a step of the loop, warps, and steps whose loads are under way at once."""
+    wide = block_m * block_d >= 128 * 128 or block_d > 128
+    return 64 if dtype.itemsize == 2 else 32, 8 if wide else 4, 2 if wide or dtype.itemsize == 4 else 3
+
+
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,51 @@
+"""Which device the engine runs on, and what a GPU that cannot be used lacks."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from forerun.errors import ConfigError
+
+LEAST_CAPABILITY = (8, 0)  # bfloat16 products
+
+
+def find_device(wanted: str) -> tuple[torch.device, str | None]:
+    """The device to run on, and for "auto" on a CPU beside a GPU why that is not used.
+
+    Args:
+        wanted: "auto", "cpu" or "cuda".
+    Raises:
+        ConfigError: "cuda" without a GPU that can be used; names what was found and what is needed.
+    """
+    if wanted == "cpu":
+        return torch.device("cpu"), None
+    obstacle = cuda_obstacle()
+    if obstacle is None:
+        return torch.device("cuda", torch.cuda.current_device()), None
+    if wanted == "cuda":
+        raise ConfigError(f"device='cuda' cannot be used: {obstacle}; or use device='cpu'")
+    return torch.device("cpu"), None if torch.version.cuda is None else f"device='auto' runs on the CPU: {obstacle}"
+
+
+def cuda_obstacle() -> str | None:
+    """Why CUDA cannot be used, in one line: what was found and what is needed; None: it can."""
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is built without CUDA: install a CUDA build of PyTorch"
+    with warnings.catch_warnings(record=True) as caught:  # torch says in a warning what it found
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    needed = f"PyTorch {torch.__version__} needs an NVIDIA GPU and a driver for CUDA {torch.version.cuda} or newer"
+    if not usable:
+        found = " ".join(str(caught[0].message).split()) if caught else "no GPU was found"
+        return f"{needed}; {found}"
+    capability = torch.cuda.get_device_capability()
+    if capability < LEAST_CAPABILITY:
+        name, found, least = torch.cuda.get_device_name(), _dotted(capability), _dotted(LEAST_CAPABILITY)
+        return f"{name} has compute capability {found}, and {least} or newer is needed"
+    return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

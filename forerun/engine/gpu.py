@@ -1,0 +1,111 @@
+"""What an engine on a GPU does at start: measure its largest pass, size its caches, record its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from forerun.attention import Segment
+from forerun.engine.config import EngineConfig
+from forerun.kernels import cuda
+from forerun.kernels.fused import Experts
+from forerun.memory.budget import GIB, GpuMemory, gpu_allowance, gpu_cache_bytes
+from forerun.models.decoder import Decoder, Tap, attention_spec
+from forerun.models.loading import read_metadata
+from forerun.models.paged import DTYPES, PagedModel, new_memory
+
+GRAPH_BYTES = 16 << 20  # of one graph, measured
+SEGMENT_ROWS = 16  # of the sequences of the measured pass
+
+
+def model_dtype(wanted: str, path: str) -> torch.dtype:
+    """What a model computes in: as asked for; "auto": float16 where the checkpoint says so, else bfloat16."""
+    if wanted != "auto":
+        return DTYPES[wanted]
+    metadata = read_metadata(path) if Path(path).is_dir() else {}
+    stored = str(metadata.get("dtype") or metadata.get("torch_dtype")).removeprefix("torch.")
+    return torch.float16 if stored == "float16" else torch.bfloat16
+
+
+def most_cache_bytes(config: EngineConfig, device: torch.device) -> int:
+    """More than what the caches will have, before weights load.
+
+    Raises:
+        ConfigError: the GPU's memory is not as free as it must be.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    if config.kv_cache_memory_bytes is not None:
+        return gpu_cache_bytes(config.kv_cache_memory_bytes, GpuMemory(total, free), None)
+    return gpu_allowance(GpuMemory(total, free), config.gpu_memory_utilization)
+
+
+def cache_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
+    """What is left for caches once weights are loaded.
+
+    Raises:
+        ConfigError: nothing is, or less than was asked for.
+    """
+    pass_bytes = _pass_bytes(config, model, kv_dtype, taps)
+    free, total = torch.cuda.mem_get_info(model.device)
+    memory = GpuMemory(total, free, pass_bytes, GRAPH_BYTES * len(_graph_shapes(config, model)))
+    return gpu_cache_bytes(config.kv_cache_memory_bytes, memory, config.gpu_memory_utilization)
+
+
+@torch.inference_mode()
+def _pass_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
+    """Memory that the largest pass takes: all rows of a step, logits where requests end."""
+    spec = attention_spec(model.config, config.block_size)
+    blocks = list(range(-(-SEGMENT_ROWS // config.block_size)))
+    memory = new_memory(len(blocks) * spec.shape.block_bytes(kv_dtype.itemsize), model.device)
+    paged = PagedModel.over(model, memory, kv_dtype, config.block_size)
+    num_rows = config.max_num_batched_tokens
+    # all sequences write to the same blocks: what they compute is of no interest
+    segments = [Segment([0] * min(SEGMENT_ROWS, num_rows - i), 0, blocks) for i in range(0, num_rows, SEGMENT_ROWS)]
+    num_logits = min(num_rows, config.max_num_seqs * _rows_a_request(config)[-1])
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    paged.logits(paged.forward(segments, taps), range(num_logits)).softmax(-1)
+    peak = torch.cuda.max_memory_allocated(model.device) - before
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _rows_a_request(config: EngineConfig) -> tuple[int, ...]:
+    """Rows that a request usually has in a step: one, and with drafts one more than their tokens."""
+    spec = config.speculative_config
+    return (1, 1 + spec.num_speculative_tokens) if spec else (1,)
+
+
+def _graph_shapes(config: EngineConfig, model: Decoder) -> list[tuple[int, int]]:
+    if not cuda.available() or any(isinstance(layer.mlp, Experts) for layer in model.layers):
+        return []  # which experts run is decided on the host
+    from forerun.models.graphs import graph_shapes
+
+    return graph_shapes(config.max_num_seqs, _rows_a_request(config))
+
+
+def record(paged: PagedModel, config: EngineConfig, max_model_len: int, taps: Sequence[Tap]) -> tuple[PagedModel, str]:
+    """The model with graphs for its usual passes, and the line that says what they took; "" where it can have none."""
+    model = paged.model
+    shapes = _graph_shapes(config, model) if isinstance(model, Decoder) else []
+    if not shapes:
+        return paged, ""
+    from forerun.attention.triton import TritonAttention
+    from forerun.models.graphs import GraphedModel
+
+    assert isinstance(paged.attention, TritonAttention)
+    graphed = GraphedModel(model, paged.attention, paged.block_size)
+    spec = config.speculative_config
+    trees = spec is not None and any(method.spec_tree is not None for method in spec.methods)
+    graphed.record(shapes, max_model_len, taps, trees=trees)
+    seconds, gib = graphed.record_time_s, graphed.record_bytes / GIB
+    return graphed, f"Graph capturing finished in {seconds:.0f} secs, took {gib:.2f} GiB"
+
+
+def warnings() -> list[str]:
+    """What works, but not as well as one might expect."""
+    if cuda.available():
+        return []
+    return ["Triton is not installed: the GPU runs on plain torch, several times slower; install triton"]

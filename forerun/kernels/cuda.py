@@ -1,0 +1,29 @@
+"""The door to the Triton kernels. Without Triton, models on a GPU run on plain torch, several times slower."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+_ops: ModuleType | None
+try:
+    from forerun.kernels import triton_ops as _ops
+except ImportError:
+    _ops = None
+
+
+def available() -> bool:
+    """Whether Triton is there."""
+    return _ops is not None
+
+
+def ops() -> ModuleType:
+    """`triton_ops`, the kernels' callers."""
+    assert _ops is not None, "ask available() first"
+    return _ops
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernels compute with it."""
+    return x.is_cuda and _ops is not None
