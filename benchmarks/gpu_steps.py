@@ -210,13 +210,20 @@ def main(words: Sequence[str] | None = None) -> None:
         products = linears_time(model, batch), linears_time(model, 4 * batch)
         rows.append((batch, step, wide, wide / step, one, four, four / one, *products))
         print(" | ".join([str(batch), *(f"{value:.2f}" for value in rows[-1][1:])]), flush=True)
+    prompts = max(args.batch)
+    engine.control = FixedLength(0)
+    started = time.perf_counter()
+    fill(engine, prompts, args.prompt, prompts + 2)
+    prefill = prompts * args.prompt / (time.perf_counter() - started)
+    engine.abort_requests([request.request_id for request in list(engine.scheduler.running)])
+    print(f"prompts: {prefill:,.0f} tokens/s, {prompts} of {args.prompt} tokens in steps of 8192")
     profiles = {batch: profile(engine, batch, args) for batch in (args.batch[0], args.batch[-1])}
     for batch, kernels in profiles.items():
         print(f"kernels of a plain step, batch {batch}, ms:")
         for name, ms in kernels:
             print(f"  {ms:7.3f}  {name[:100]}")
     if args.json:
-        result = {"start_s": start_s, "copy_bytes_per_s": speed, "weights_ms": floor}
+        result = {"start_s": start_s, "copy_bytes_per_s": speed, "weights_ms": floor, "prompt_tokens_per_s": prefill}
         args.json.write_text(json.dumps(result | {"columns": header, "rows": rows, "kernels": profiles}))
 
 

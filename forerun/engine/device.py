@@ -9,10 +9,11 @@ import torch
 from forerun.errors import ConfigError
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 products
+NO_GPU = "no GPU was found"
 
 
 def find_device(wanted: str) -> tuple[torch.device, str | None]:
-    """The device to run on, and for "auto" on a CPU beside a GPU why that is not used.
+    """The device to run on, and for "auto" on a CPU beside a GPU why that one is not used.
 
     Args:
         wanted: "auto", "cpu" or "cuda".
@@ -26,7 +27,8 @@ def find_device(wanted: str) -> tuple[torch.device, str | None]:
         return torch.device("cuda", torch.cuda.current_device()), None
     if wanted == "cuda":
         raise ConfigError(f"device='cuda' cannot be used: {obstacle}; or use device='cpu'")
-    return torch.device("cpu"), None if torch.version.cuda is None else f"device='auto' runs on the CPU: {obstacle}"
+    expected = torch.version.cuda is None or obstacle.endswith(NO_GPU)
+    return torch.device("cpu"), None if expected else f"device='auto' runs on the CPU: {obstacle}"
 
 
 def cuda_obstacle() -> str | None:
@@ -38,7 +40,7 @@ def cuda_obstacle() -> str | None:
         usable = torch.cuda.is_available()
     needed = f"PyTorch {torch.__version__} needs an NVIDIA GPU and a driver for CUDA {torch.version.cuda} or newer"
     if not usable:
-        found = " ".join(str(caught[0].message).split()) if caught else "no GPU was found"
+        found = " ".join(str(caught[0].message).split()) if caught else NO_GPU
         return f"{needed}; {found}"
     capability = torch.cuda.get_device_capability()
     if capability < LEAST_CAPABILITY:

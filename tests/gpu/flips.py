@@ -13,7 +13,6 @@ from forerun.sampling.noise import gumbel
 from tests.tiny_engine import Result, Work
 
 TOKENS_A_FLIP = 1000
-SEEN: list[str] = []  # a line a comparison, for the end of the run
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ def assert_near_ties_only(
     """At most one flip in a thousand tokens, each printed, none without a near tie."""
     flips = flips_between(results, expected, work)
     num_tokens = sum(len(result.token_ids) for result in expected)
-    SEEN.append(f"{name}: {len(flips)} flips in {num_tokens} tokens")
+    print(f"{name}: {len(flips)} flips in {num_tokens} tokens")
     for flip in flips:
-        SEEN.append(f"flip {name}: request {flip.request}, token {flip.place}: gap {flip.gap:.2e}")
+        print(f"flip, {name}: request {flip.request}, token {flip.place}: gap {flip.gap:.2e}")
         assert abs(flip.gap) < near, f"{flip} is no near tie"
     assert len(flips) <= -(-num_tokens // TOKENS_A_FLIP), f"{len(flips)} flips in {num_tokens} tokens"
