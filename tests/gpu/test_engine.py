@@ -15,7 +15,6 @@ from forerun.engine.device import find_device
 from forerun.errors import ConfigError
 from forerun.kernels import cuda
 from forerun.models import paged
-from forerun.models.graphs import GraphedModel
 from forerun.request import SamplingParams
 from tests.engine.test_lossless import mixed_work
 from tests.gpu.flips import assert_near_ties_only, with_logprobs
@@ -24,6 +23,9 @@ from tests.models.heads.tiny_heads import eagle, eagle3, save
 from tests.models.tiny import FAMILIES
 from tests.tiny_engine import NGRAM, Result, make_engine, run, save_tiny_target
 from tests.tiny_tokenizer import VOCAB_SIZE
+
+pytest.importorskip("triton")
+from forerun.models.graphs import GraphedModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no usable GPU")
 
