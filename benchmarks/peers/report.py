@@ -87,6 +87,7 @@ def best_table(title: str, found: Figures) -> Table:
 def plot(report: Figures, path: Path) -> None:
     """A row of panels a model: steps by rows, and Spec-Bench by category; of each side and method the best file's."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         print("skipped: the plot needs matplotlib, which is not installed")
@@ -95,11 +96,18 @@ def plot(report: Figures, path: Path) -> None:
     picture = Figure(figsize=(13, 3.6 * len(models)), layout="constrained")
     panels = picture.subplots(len(models), 2, squeeze=False, width_ratios=[1, 2])
     for (left, right), (model, spec) in zip(panels, models.items(), strict=True):
-        draw_steps(left, model, report["best"][model])
-        draw_spec(right, model, spec)
+        name = common_name(report["files"], model)
+        draw_steps(left, name, report["best"][model])
+        draw_spec(right, name, spec)
     picture.suptitle(f"{report['machine']}, {report['isa']}, {report['threads']} threads; each side's best file")
-    picture.savefig(path, dpi=110)
+    with rc_context({"svg.fonttype": "none"}):  # text as text: a third of the size
+        picture.savefig(path, dpi=110)
     print(f"plot: {path}")
+
+
+def common_name(files: Figures, model: str) -> str:
+    """What the files of a model go by: the shortest of their names."""
+    return Path(min((name for name, figures in files.items() if figures["model"] == model), key=len)).stem
 
 
 def best_spec(files: Figures, model: str) -> Figures:
@@ -115,7 +123,7 @@ def best_spec(files: Figures, model: str) -> Figures:
     return found
 
 
-def draw_steps(panel: Any, model: str, best: Figures) -> None:
+def draw_steps(panel: Any, name: str, best: Figures) -> None:
     colours = {"forerun": "tab:blue", "llama.cpp": "tab:orange"}
     for part, line in (("step", "-"), ("verify", "--")):
         for side, colour in colours.items():
@@ -128,7 +136,7 @@ def draw_steps(panel: Any, model: str, best: Figures) -> None:
                 panel.plot(
                     *zip(*sorted(points.items()), strict=True), line, marker="o", color=colour, label=f"{side}, {part}"
                 )
-    panel.set(title=model, xlabel="rows in a step", ylabel="tokens/s")
+    panel.set(title=name, xlabel="rows in a step", ylabel="tokens/s")
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:g}")
     panel.set_ylim(bottom=0)
