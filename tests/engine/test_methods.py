@@ -142,7 +142,8 @@ def test_acceptance_does_not_depend_on_how_the_prompt_came(
             ]
             expected = expected or steps
             assert steps == expected
-    assert sum(sum(accepted) for _, accepted in expected) > (0 if method != "pard" else -1)
+    if method != "pard":  # whose model is random
+        assert sum(sum(accepted) for _, accepted in expected) > 0
 
 
 @pytest.mark.parametrize("method", PERFECT)

@@ -465,3 +465,27 @@ def test_a_head_that_does_not_fit_never_starts(
     with pytest.raises(CheckpointError, match=message) as caught:
         make_engine(tiny_model, spec)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle3_tree", "peagle"])
+def test_a_request_longer_than_the_heads_context_goes_on_without_it(
+    tiny_model: Path, draft_models: DraftModels, method: str
+) -> None:
+    """As heads with yarn have it: past their context nothing is drafted or filled for that request alone."""
+    limit = 40
+    work = [
+        (prompts(1, seed=3, shortest=50)[0][:length], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        for length in (20, 50)
+    ]
+    expected = run(make_engine(tiny_model), work, together=False)
+    engine = make_engine(tiny_model, METHODS[method](draft_models), max_num_batched_tokens=24)
+    (member,) = engine.proposer.members  # type: ignore[attr-defined]
+    head = member.proposer._head
+    head.max_positions = limit
+    head.blocks.cos, head.blocks.sin = head.blocks.cos[:limit], head.blocks.sin[:limit]
+    results = run(engine, work)
+    assert [result.key for result in results] == [result.key for result in expected]
+    short, long = (result.last.metrics.speculative_decoding["num_draft_tokens"] for result in results)
+    assert short > 0
+    assert long == 0
+    assert_idle(engine)

@@ -216,9 +216,14 @@ class EagleProposer(Proposer):
         for s in plan.scheduled:
             judged = verdict.by_request.get(s.request.request_id)
             standing, next_tokens = _standing_rows(s, first_row, judged)
+            room = max(0, self._head.max_positions - s.start)
+            follows = len(standing) <= room
+            standing, next_tokens = standing[:room], next_tokens[:room]
             segments.append(Segment(next_tokens, s.start, self._blocks(s.request)))
             rows += standing
-            if judged is None or judged.finish_reason is None:
+            if not follows:
+                self._states.pop(s.request.request_id, None)
+            elif judged is None or judged.finish_reason is None:
                 last.append((s.request.request_id, len(rows) - 1))
             first_row += s.num_rows
         if not rows:
