@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
@@ -192,7 +193,7 @@ class EngineClient:
         """
         client = cls(config, factory)
         try:
-            with _without_interrupts():
+            with without_interrupts():
                 client._process.start()
             client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
             client.info = await client._ready
@@ -430,8 +431,9 @@ def _socket_directory() -> Path:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
+def without_interrupts() -> Iterator[None]:
     """Ctrl-C reaches a process that is started here once it says what becomes of it: signal masks are inherited."""
+    resource_tracker.ensure_running()  # the first process to be spawned starts it, and that unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -23,6 +23,8 @@ from forerun.errors import ConfigError, EngineDeadError, QueueFullError, Request
 from forerun.request import FinishReason, SamplingParams
 from tests.server.fake_engine import answer_text, fake_factory
 
+ROOT = Path(__file__).parents[2]
+
 
 def new_request(name: str = "r", prompt: str = "hello", max_tokens: int = 10, **params: Any) -> NewRequest:
     return NewRequest(name, list(prompt.encode()), SamplingParams(max_tokens=max_tokens, **params), seed=1)
@@ -304,3 +306,28 @@ def test_a_mailbox_gives_what_came_before_its_error() -> None:
                 await mailbox.take()
 
     asyncio.run(main())
+
+
+SPAWN_AND_SHOW_MASK = """
+import multiprocessing, signal
+from forerun.engine.client import without_interrupts
+
+def show() -> None:
+    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=show)
+    with without_interrupts():
+        process.start()
+    process.join()
+"""
+
+
+def test_ctrl_c_is_blocked_in_the_first_process_that_is_spawned(tmp_path: Path) -> None:
+    """In a fresh interpreter: the first spawn starts multiprocessing's tracker, which unblocks the signal."""
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN_AND_SHOW_MASK)
+    run = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, env=dict(os.environ, PYTHONPATH=str(ROOT))
+    )
+    assert run.stdout.strip() == "True", run.stderr
