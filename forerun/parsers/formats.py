@@ -1,0 +1,54 @@
+"""The tags that models put around their reasoning. No torch here, and no text processing: names and tags only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.errors import ConfigError
+
+TAG_PAIR = "tags:"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Reasoning ends with `end`; what follows is the answer. A text begins inside of it, whether the template has
+    written `start` already or the model still does, unless the prompt has closed it (as templates do that are told
+    not to think).
+
+    Attributes:
+        name: what `--reasoning-parser` says.
+        start, end: the tags.
+    """
+
+    name: str
+    start: str
+    end: str
+
+    def begins_inside(self, prompt: str) -> bool:
+        """Whether a text that follows this prompt begins inside of the reasoning. Only the prompt's end counts: tags
+        further up are a message's own."""
+        return not prompt.rstrip().endswith(self.end)
+
+
+REASONING_FORMATS = {
+    format.name: format
+    for format in (
+        ReasoningFormat("qwen3", "<think>", "</think>"),
+        ReasoningFormat("deepseek_r1", "<think>", "</think>"),
+    )
+}
+
+
+def reasoning_format(name: str) -> ReasoningFormat:
+    """The format of `--reasoning-parser`: a known name, or any pair of tags as `tags:START,END`.
+
+    Raises:
+        ConfigError: no such name, or a pair that is none.
+    """
+    if name in REASONING_FORMATS:
+        return REASONING_FORMATS[name]
+    start, comma, end = name.removeprefix(TAG_PAIR).partition(",")
+    if name.startswith(TAG_PAIR) and comma and start and end and start != end and "," not in end:
+        return ReasoningFormat(name, start, end)
+    known = ", ".join(REASONING_FORMATS)
+    raise ConfigError(f"--reasoning-parser={name!r} is not known: use {known}, or a pair of tags, {TAG_PAIR}START,END")
