@@ -348,6 +348,9 @@ class EngineClient:
             message = self._decoder.decode(await self._outputs.recv())
             if isinstance(message, StepOutput):
                 self._deliver(message)
+                # Messages that are there already make `recv` return at once: without a turn for those who read the
+                # outputs, a core faster than this loop would keep every answer back until it is idle.
+                await asyncio.sleep(0)
             elif isinstance(message, EngineInfo):
                 self._ready.set_result(message)
             else:

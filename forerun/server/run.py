@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
 
 from forerun.engine.client import EngineClient
 from forerun.engine.config import EngineConfig
@@ -51,7 +52,8 @@ def serve(
             from forerun.models.tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(config.model, config.tokenizer)
-        return asyncio.run(_serve(sock, config, settings, web, factory, tokenizer))
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's where it is installed
+            return runner.run(_serve(sock, config, settings, web, factory, tokenizer))
 
 
 def bind(host: str, port: int) -> socket.socket:
