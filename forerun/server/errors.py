@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from forerun.errors import (
     EngineDeadError,
@@ -89,6 +90,10 @@ async def answer_error(_request: Request, error: Exception) -> Response:
     return json_response(body, status, headers)
 
 
+async def answer_nobody(_request: Request, _error: Exception) -> Response:
+    return error_response(CLIENT_GONE, "the client closed the connection before its request was there")
+
+
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, in our own form."""
     assert isinstance(error, HTTPException)
@@ -99,4 +104,5 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 def install(app: FastAPI) -> None:
     for kind in SHOWN:
         app.add_exception_handler(kind, answer_error)
+    app.add_exception_handler(ClientDisconnect, answer_nobody)
     app.add_exception_handler(HTTPException, answer_http_error)

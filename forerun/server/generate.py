@@ -62,11 +62,11 @@ def _job_maker(
 ) -> Callable[[Sequence[list[int]]], Job]:
     """From prompts to the job; all that can be wrong whatever the prompts are is judged before they are tokenised."""
     model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
-    name = _given_id(request, body)
+    name, salt = _given_id(request, body), cache_salt(request, state, body)
 
     def make(prompts: Sequence[list[int]]) -> Job:
         state.client.check_room(len(prompts) * params.n, "prompt" if params.n == 1 else "n")
-        return state.jobs.make(prefix, model, body, params, prompts, name, drafts)
+        return state.jobs.make(prefix, model, body, params, prompts, name, drafts, salt)
 
     return make
 
@@ -86,6 +86,12 @@ def _given_id(request: Request, body: GenerationBody) -> str:
     if len(name) > 256:
         raise RequestError("the header X-Request-Id has more than 256 characters", "request_id")
     return name
+
+
+def cache_salt(request: Request, state: ServerState, body: GenerationBody) -> str:
+    """What caches are kept apart by: the user's own salt, and behind it the API key where the server is told so."""
+    salt = body.cache_salt or ""
+    return f"{request.state.api_key_digest}:{salt}" if state.settings.salt_by_api_key else salt
 
 
 async def _respond(request: Request, state: ServerState, answer: Answer) -> Response:
