@@ -4,7 +4,7 @@ nothing. uvicorn knows none of these; its protocol does the rest."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -46,8 +46,7 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
         self._http.connection_made(transport)
         if len(self._connections) > self._web.max_connections:
             self._refuse(503, f"max_connections={self._web.max_connections} are open already: try again later")
