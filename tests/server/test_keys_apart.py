@@ -16,17 +16,18 @@ from forerun.spec.config import SpeculativeConfig
 from tests.cases.served import build_served
 from tests.server.live import LiveServer
 
-SPEC = [
-    {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": 100},
-    {"method": "ngram_mod", "num_speculative_tokens": 8, "ngram_mod_n_match": 3, "ngram_mod_n_min": 2},
-]
+SPEC = {
+    "method": ["ngram_mod", "suffix"],
+    "num_speculative_tokens": 8,
+    "ngram_mod_n_match": 3,
+    "ngram_mod_n_min": 2,
+    "suffix_decoding_max_cached_requests": 100,
+}
 PROMPT = [7, 11, 13, 17, 19, 23, 29, 31] * 8  # four blocks
 
 
-@pytest.fixture(scope="module", params=SPEC, ids=["suffix", "ngram_mod"])
-def server(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveServer]:
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("log") / "core"
     settings = ServerSettings(
         model="fake",
@@ -35,7 +36,7 @@ def server(
         per_request_spec_decode_metrics="detailed",
     )
     factory = partial(build_served, model=str(tiny_model), log=str(log))
-    config = {"speculative_config": SpeculativeConfig.parse(request.param), "kv_cache_memory_bytes": 8 << 20}
+    config = {"speculative_config": SpeculativeConfig.parse(SPEC), "kv_cache_memory_bytes": 8 << 20}
     with LiveServer(settings, factory, load_tokenizer(str(tiny_model)), device="cpu", **config) as live:  # type: ignore[arg-type]
         yield live
 
