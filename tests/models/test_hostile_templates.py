@@ -83,8 +83,8 @@ def test_the_deadline_leaves_nothing_behind() -> None:
 
 WORDS = """
 {{ }} {% %} {%- -%} {# #} for in if else endif endfor set macro endmacro messages message role content range(3)
-loop.index0 | + ~ * ( ) [ ] { } . , : 'a' "b" 0 1 -1 true none upper trim tojson join namespace() ns.x = == is not defined and or
-add_generation_prompt raise_exception('x') strftime_now('%Y')
+loop.index0 | + ~ * ( ) [ ] { } . , : 'a' "b" 0 1 -1 true none upper trim tojson join namespace() ns.x = == is not
+defined and or add_generation_prompt raise_exception('x') strftime_now('%Y')
 """
 PIECES = st.sampled_from(WORDS.split())
 

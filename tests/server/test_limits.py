@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from forerun.server.run import bind_unix
 from forerun.server.settings import ServerSettings, WebSettings
 from tests.server.fake_engine import fake_factory
 from tests.server.live import LiveServer
-from tests.server.test_serve import fake_server
+from tests.server.test_serve import ROOT, fake_server
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 500}
@@ -125,6 +126,27 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_its_request_ends(strict: Liv
         strict.wait_until(lambda: strict.client.num_running == 32)
         strict.wait_until(lambda: not strict._server.server_state.connections, timeout_s=20)
         strict.wait_until(lambda: strict.client.num_running == 0)
+
+
+FILE_LIMITS = """
+import logging, resource, sys
+from forerun.server.run import OWN_FILES, allow_connections
+logging.basicConfig(format="%(message)s")
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300 + OWN_FILES))
+for connections in (10, 300, 301):
+    allow_connections(connections)
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OWN_FILES, file=sys.stderr)
+"""
+
+
+def test_open_files_are_allowed_as_connections_need_them() -> None:
+    said = subprocess.run([sys.executable, "-c", FILE_LIMITS], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stderr.splitlines() == [
+        "44",
+        "300",
+        "max_connections=301 needs 557 open files, 556 are allowed: raise ulimit -n",
+        "300",
+    ]
 
 
 def test_a_request_may_take_so_long_and_no_longer() -> None:
