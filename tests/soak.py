@@ -47,7 +47,7 @@ FLAGS = {
     "--max-num-seqs": "8",
     "--max-num-waiting": "64",
     "--max-model-len": "512",
-    "--kv-cache-memory": "24MiB",
+    "--kv-cache-memory": "13MiB",
     "--max-body-size": "64KiB",
     "--receive-timeout": "10",
     "--send-timeout": "10",
