@@ -418,34 +418,40 @@ class EngineClient:
         if self._failed is not None:
             return f"the engine died: {self._failed.message}"
         self._core.process.join()
-        return f"the engine died: the process ended with exit code {self._core.process.exitcode}"
+        return self._shown()
 
     async def _supervise(self) -> None:
         """Whenever the core dies, tell everybody, and start another one as often as that may be."""
         while True:
             began = time.monotonic()
-            message = await self._death()
+            message, shown = await self._death(), self._shown()
             while (delay_s := self._restarts.next_delay(time.monotonic() - began)) is not None:
-                self._mourn(message, UnavailableError(f"{message}; another one is being started: try again later"))
+                self._mourn(message, shown, UnavailableError(f"{shown}; another one is being started: try again later"))
                 logger.warning("another engine starts in %.1f s (restart %d)", delay_s, self.num_restarts + 1)
                 await asyncio.sleep(delay_s)
+                began = time.monotonic()
                 try:
                     await self._replace()
                     break
-                except (ConfigError, EngineDeadError) as error:
-                    message = str(error)
-                began = time.monotonic()
+                except (ConfigError, EngineDeadError, OSError) as error:
+                    message, shown = str(error), "the engine cannot be started again"
             else:
-                self._mourn(message, EngineDeadError(message))
+                self._mourn(message, shown, EngineDeadError(shown))
                 self.died.set()
                 return
             logger.info("the engine is back (restart %d)", self.num_restarts)
 
-    def _mourn(self, message: str, trouble: ForerunError) -> None:
+    def _shown(self) -> str:
+        """What clients are told of the core's death: what it died of, and nothing of the machine."""
+        if self._failed is None:
+            return f"the engine died: the process ended with exit code {self._core.process.exitcode}"
+        return f"the engine died: {self._failed.message.partition(':')[0]}"
+
+    def _mourn(self, message: str, shown: str, trouble: ForerunError) -> None:
         logger.error("%s (%d requests were running)", message, len(self._running))
         self._trouble = trouble
         self._past, self._stats = self.stats().counters(), EngineStats()
-        self._fail_all(EngineDeadError(message))
+        self._fail_all(EngineDeadError(shown))
 
     async def _replace(self) -> None:
         """Start a core in the place of one that ended. Raises: as `start`."""

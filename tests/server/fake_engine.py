@@ -156,7 +156,7 @@ class FakeEngine:
         if request.script.startswith("!die"):
             os.kill(os.getpid(), signal.SIGKILL)
         if request.script.startswith("!raise"):
-            raise ZeroDivisionError("the device\nis on fire")
+            raise ZeroDivisionError("the device\nis on fire: /dev/nvidia0")
 
     def _finish(self, request: FakeRequest, output: RequestOutput) -> None:
         del self._requests[request.new.request_id]
@@ -183,7 +183,7 @@ def fake_factory(*, step_s: float = 0.002, burst: int = 3, speculation: bool = T
 def start_once(config: EngineConfig, mark: Path) -> FakeEngine:
     """Bind `mark`, a file to be made: then a factory of an engine that starts the first time only."""
     if mark.exists():
-        raise ConfigError("the model is gone")
+        raise ConfigError("/models/gone: no such file")
     mark.touch()
     return FakeEngine(config, step_s=0.0, burst=1, speculation=False)
 

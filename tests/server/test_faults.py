@@ -96,6 +96,7 @@ def test_when_the_engine_dies_every_request_hears_of_it_and_health_is_503(slow_s
         assert error["message"].startswith("the engine died: ")
         assert error["code"] == 500
         assert "Traceback" not in body
+        assert "/dev" not in body
     assert slow_server.client.died.is_set()
 
 

@@ -124,7 +124,9 @@ def test_restarts_leave_no_file_open(server: LiveServer) -> None:
     assert kill_and_wait(2) == first
 
 
-def test_an_engine_that_does_not_come_back_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_come_back_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
     factory = partial(start_once, mark=tmp_path / "started")
     with LiveServer(factory=factory, max_engine_restarts=2) as server, server.http() as http:
@@ -133,7 +135,8 @@ def test_an_engine_that_does_not_come_back_is_given_up(tmp_path: Path, monkeypat
         server.wait_until(server.client.died.is_set, timeout_s=20)
         refused = http.post(COMPLETIONS, json={"prompt": "a"})
         assert refused.status_code == 500
-        assert "the model is gone" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["message"] == "the engine cannot be started again"
+        assert "/models/gone" in caplog.text  # the log says where
         assert http.get("/health").status_code == 503
         assert server.client.num_restarts == 2
         assert server.client.stats().generation_tokens == 7
