@@ -5,7 +5,9 @@
     │   └── CheckpointError    a model file that is missing, broken or not ours to run
     ├── RequestError           one request is wrong: HTTP 400, nobody else notices
     │   └── ModelNotFoundError the request names a model that is not served: HTTP 404
-    ├── QueueFullError         as many requests wait as may wait: HTTP 503, try again later
+    ├── UnavailableError       no request is taken just now: HTTP 503, try again later
+    │   └── QueueFullError     as many requests wait as may wait
+    ├── RequestTimeoutError    a request took longer than requests may: HTTP 504
     ├── RequestFailedError     the engine could not go on with a request: HTTP 500
     └── EngineDeadError        the engine process is gone: HTTP 500, /health says so
 
@@ -42,7 +44,15 @@ class ModelNotFoundError(RequestError):
     """The request names a model that this server does not serve."""
 
 
-class QueueFullError(ForerunError):
+class UnavailableError(ForerunError):
+    """No request is taken just now: the server ends, or its engine is being started again; try again later."""
+
+
+class RequestTimeoutError(ForerunError):
+    """A request took longer than requests may; what it had brought by then was sent, where it is a stream."""
+
+
+class QueueFullError(UnavailableError):
     """As many requests wait as may wait; try again later."""
 
 

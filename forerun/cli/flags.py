@@ -5,11 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-LISTS = ("--api-key", "--served-model-name", "--logits-processors")
+LISTS = (
+    "--api-key",
+    "--served-model-name",
+    "--logits-processors",
+    "--allowed-origins",
+    "--allowed-methods",
+    "--allowed-headers",
+)
 
 # vLLM's, by which a command line that served there is told what is missing here.
 _NAMES = """
-    --additional-config --allowed-headers --allowed-methods --allowed-origins --allow-credentials --async-scheduling
+    --additional-config --async-scheduling
     --attention-backend --chat-template --chat-template-content-format --compilation-config --config --cpu-offload-gb
     --data-parallel-size --disable-custom-all-reduce --disable-fastapi-docs --distributed-executor-backend
     --enable-auto-tool-choice --enable-chunked-prefill --enable-expert-parallel --enable-force-include-usage
@@ -21,9 +28,9 @@ _NAMES = """
     --max-lora-rank --max-loras --max-num-partial-prefills --middleware --model --model-impl --num-gpu-blocks-override
     --optimization-level --override-generation-config --pipeline-parallel-size --prefix-caching-hash-algo
     --reasoning-parser-plugin --response-role --return-tokens-as-token-ids
-    --revision --runner --scheduling-policy --skip-tokenizer-init --ssl-ca-certs --ssl-certfile --ssl-keyfile
+    --revision --runner --scheduling-policy --skip-tokenizer-init --enable-ssl-refresh
     --stream-interval --structured-outputs-config --swap-space --task --tensor-parallel-size --tokenizer-mode
-    --tokenizer-revision --tool-call-parser --tool-parser-plugin --tool-server --trust-remote-code --uds
+    --tokenizer-revision --tool-call-parser --tool-parser-plugin --tool-server --trust-remote-code
     -O -cc -dp -pp -q -tp
 """
 NOT_SERVED = frozenset(_NAMES.split())

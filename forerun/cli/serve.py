@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -111,6 +113,11 @@ def serve(
     max_num_seqs: Annotated[int, _engine("Most requests in one step.")] = 64,
     max_num_batched_tokens: Annotated[str, _engine("Most tokens in one step.", metavar="TOKENS")] = "512",
     max_num_waiting: Annotated[int, _engine("Most requests that wait; one more gets HTTP 503.")] = 4096,
+    restart_engine: Annotated[bool, _engine(
+        "Start another engine where it dies; if not given, the server ends.", "--restart-engine")] = False,
+    max_engine_restarts: Annotated[int, _engine("With --restart-engine: most restarts in a row.")] = 5,
+    request_timeout: Annotated[float | None, _engine(
+        "Most time for a request, waiting included; if not given, no limit.", metavar="SECONDS")] = None,
     kv_cache_memory: Annotated[str | None, _engine(
         "Memory for KV blocks: 2GiB, 512MiB, bytes; if not given, a quarter of what is free, or the GPU's share.",
         "--kv-cache-memory", "--kv-cache-memory-bytes", metavar="BYTES")] = None,
@@ -135,7 +142,26 @@ def serve(
     host: Annotated[str, _web("Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, _web("Port to listen on; 0: any free one.")] = 8000,
     api_key: Annotated[list[str] | None, _web(
-        "Keys, one of which requests under /v1 must bear: K [K ...]. If not given, VLLM_API_KEY.")] = None,
+        "Keys, one of which requests under /v1 must bear: K [K ...]. Other users see them in the process list: rather "
+        "use a file, or FORERUN_API_KEY or VLLM_API_KEY, which count where no key is given.")] = None,
+    api_key_file: Annotated[str | None, _web("Keys, one a line.", metavar="FILE")] = None,
+    salt_by_api_key: Annotated[bool, _web(
+        "Keep caches apart by key, so that no key's texts speed up another's.", "--salt-by-api-key")] = False,
+    uds: Annotated[str | None, _web("Unix socket to listen on, in the place of host and port.", metavar="PATH")] = None,
+    ssl_keyfile: Annotated[str | None, _web("TLS: the key.", metavar="FILE")] = None,
+    ssl_certfile: Annotated[str | None, _web("TLS: the certificate; if not given, plain HTTP.", metavar="FILE")] = None,
+    ssl_ca_certs: Annotated[str | None, _web("TLS: who signs clients' certificates.", metavar="FILE")] = None,
+    ssl_cert_reqs: Annotated[int, _web("TLS: whether clients need one: 0 no, 1 may, 2 must.")] = 0,
+    allowed_origins: Annotated[list[str] | None, _web(
+        "Web pages that browsers let use the server: O [O ...], or * for all. If not given, none.")] = None,
+    allowed_methods: Annotated[list[str] | None, _web("Methods that they may use; if not given, all.")] = None,
+    allowed_headers: Annotated[list[str] | None, _web("Headers that they may send; if not given, all.")] = None,
+    allow_credentials: Annotated[bool, _web("Let them send cookies and the like.", "--allow-credentials")] = False,
+    max_connections: Annotated[int, _web("Most connections at a time; one more gets HTTP 503.")] = 4096,
+    receive_timeout: Annotated[float, _web("Most time for a request to arrive.", metavar="SECONDS")] = 120.0,
+    send_timeout: Annotated[float, _web(
+        "Most time that a client may take nothing of an answer that waits for it.", metavar="SECONDS")] = 60.0,
+    keep_alive_timeout: Annotated[int, _web("How long idle connections are kept.", metavar="SECONDS")] = 5,
     served_model_name: Annotated[list[str] | None, _web(
         "Names that requests may use: A [B ...]. If not given, MODEL.")] = None,
     max_body_size: Annotated[str, _web("Longest request body.", metavar="BYTES")] = "16MiB",
@@ -179,6 +205,8 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=parse_count("--max-num-batched-tokens", max_num_batched_tokens) or 512,
         max_num_waiting=max_num_waiting,
+        max_engine_restarts=max_engine_restarts if restart_engine else 0,
+        request_timeout_s=request_timeout,
         kv_cache_memory_bytes=parse_bytes("--kv-cache-memory", kv_cache_memory),
         gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_dtype=kv_cache_dtype,
@@ -193,7 +221,12 @@ def serve(
     settings = ServerSettings(
         model=model,
         served_model_names=tuple(served_model_name or ()),
-        api_keys=tuple(api_key or ()) or environment_keys(),
+        api_keys=api_keys(api_key or (), api_key_file),
+        salt_by_api_key=salt_by_api_key,
+        allowed_origins=words(allowed_origins, ()),
+        allowed_methods=words(allowed_methods, ("*",)),
+        allowed_headers=words(allowed_headers, ("*",)),
+        allow_credentials=allow_credentials,
         max_body_bytes=parse_bytes("--max-body-size", max_body_size) or 0,
         max_prompts=max_prompts,
         max_messages=max_messages,
@@ -206,6 +239,15 @@ def serve(
     web = WebSettings(
         host=host,
         port=port,
+        uds=uds,
+        ssl_keyfile=ssl_keyfile,
+        ssl_certfile=ssl_certfile,
+        ssl_ca_certs=ssl_ca_certs,
+        ssl_cert_reqs=ssl_cert_reqs,
+        max_connections=max_connections,
+        receive_timeout_s=receive_timeout,
+        send_timeout_s=send_timeout,
+        keep_alive_timeout_s=keep_alive_timeout,
         shutdown_timeout_s=shutdown_timeout,
         log_level=uvicorn_log_level,
         access_log=not disable_uvicorn_access_log,
@@ -219,7 +261,42 @@ def serve(
     raise typer.Exit(run(config, settings, web))
 
 
+def api_keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:
+    """The keys of the command line and of the file; where there are none, the environment's.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no key.
+    """
+    keys = [*given]
+    if file is not None:
+        try:
+            lines = Path(file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {file} cannot be read: {error}") from None
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ConfigError(f"--api-key-file {file} holds no key: write one a line")
+        keys += found
+    return tuple(keys) or environment_keys()
+
+
 def environment_keys() -> tuple[str, ...]:
     """The key of the environment, for servers whose command line others can read."""
-    key = os.environ.get("VLLM_API_KEY")
+    key = os.environ.get("FORERUN_API_KEY") or os.environ.get("VLLM_API_KEY")
     return (key,) if key else ()
+
+
+def words(given: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Values given one by one, or, as vLLM has it, as one JSON list."""
+    if given is None:
+        return default
+    found: list[str] = []
+    for text in given:
+        try:
+            value = json.loads(text) if text.startswith("[") else [text]
+        except json.JSONDecodeError:
+            value = None
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise ConfigError(f"a list must be words or one JSON list of texts, got {text!r}")
+        found += value
+    return tuple(found)

@@ -7,37 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import msgspec
 import zmq
-import zmq.asyncio
 
 from forerun.engine.config import EngineConfig
-from forerun.engine.core import EngineFactory, load_engine, run_core
+from forerun.engine.core import EngineFactory, load_engine
 from forerun.engine.messages import (
     Abort,
-    CoreMessage,
     EngineFailed,
     EngineInfo,
     EngineStats,
-    FrontMessage,
     NewRequest,
     RequestOutput,
     Shutdown,
     StepOutput,
 )
+from forerun.engine.process import CoreProcess
+from forerun.engine.restarts import Restarts
 from forerun.errors import (
     ConfigError,
     EngineDeadError,
@@ -45,13 +36,14 @@ from forerun.errors import (
     QueueFullError,
     RequestError,
     RequestFailedError,
+    RequestTimeoutError,
+    UnavailableError,
 )
 from forerun.request import FinishReason
 
 logger = logging.getLogger("forerun.engine")
 
 LAST_WORDS_S = 0.5  # after the core's end: how long its last messages may still be under way
-MAX_IPC_PATH = 90  # bytes; the kernel's limit for the path of a socket is 107
 
 
 @dataclass(slots=True)
@@ -152,37 +144,34 @@ def merge(into: RequestOutput, later: RequestOutput) -> None:
 class EngineClient:
     """Use `await EngineClient.start(config)`; then `generate`, and `stop` at the end.
 
+    A core that dies fails the requests that it held. Where `config.max_engine_restarts` allows, another is started in
+    its place; requests are refused meanwhile as ones to try again.
+
     Attributes:
         info: what the core said when it was ready.
-        died: set once the core has ended without being asked to.
+        num_restarts: cores that were started in the place of dead ones, those included that did not come up.
+        died: set once there is no core, and none will be started.
     """
 
     info: EngineInfo
 
     def __init__(self, config: EngineConfig, factory: EngineFactory = load_engine) -> None:
         self.config = config
-        self._observer: Observer | None = None
+        self.num_restarts = 0
         self.died = asyncio.Event()
+        self._factory = factory
+        self._observer: Observer | None = None
+        self._restarts = Restarts(config.max_engine_restarts)
         self._running: dict[str, RunningRequest] = {}
         self._stats = EngineStats()
-        self._death: str | None = None
+        self._past: EngineStats | None = None  # counters of cores that ended
+        self._trouble: ForerunError | None = UnavailableError("the engine is starting: try again later")
+        self._closing: UnavailableError | None = None
         self._failed: EngineFailed | None = None
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[CoreMessage] = msgspec.msgpack.Decoder(CoreMessage)
-        self._directory = _socket_directory()
-        self._context = zmq.asyncio.Context()
-        commands, outputs = f"ipc://{self._directory}/commands", f"ipc://{self._directory}/outputs"
-        # Commands are sent from a plain socket, so that an abort needs no await where a generator is being closed.
-        self._commands: zmq.SyncSocket = zmq.Context(self._context).socket(zmq.PUSH)
-        self._outputs = self._context.socket(zmq.PULL)
-        for socket, address in ((self._commands, commands), (self._outputs, outputs)):
-            socket.set_hwm(0)
-            socket.bind(address)
-        self._process: BaseProcess = multiprocessing.get_context("spawn").Process(
-            target=run_core, args=(commands, outputs, config, factory), name="forerun-core", daemon=True
-        )
+        self._reader: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._core = CoreProcess(config, factory)
 
     @classmethod
     async def start(cls, config: EngineConfig, factory: EngineFactory = load_engine) -> EngineClient:
@@ -194,29 +183,32 @@ class EngineClient:
         """
         client = cls(config, factory)
         try:
-            with without_interrupts():
-                client._process.start()
-            client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
-            client.info = await client._ready
-            client._stats.num_blocks = client.info.num_blocks
+            await client._launch()
         except BaseException:
-            if client._process.pid is not None:
-                client._process.terminate()  # it may be loading, and would not hear of a shutdown for long
             await client.stop()
             raise
+        client._supervisor = asyncio.create_task(client._supervise())
         return client
 
     @property
+    def trouble(self) -> str | None:
+        """Why no request is taken now, or None."""
+        trouble = self._closing or self._trouble
+        if trouble is None and not self._core.alive:  # it ended just now
+            return "the engine died"
+        return None if trouble is None else str(trouble)
+
+    @property
     def healthy(self) -> bool:
-        return self._death is None and self._process.is_alive()
+        return self.trouble is None
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
     def stats(self) -> EngineStats:
-        """The latest figures of the core, as of its last step."""
-        return self._stats
+        """The latest figures of the core, as of its last step; counters go on where the core before it ended."""
+        return self._stats if self._past is None else self._stats.after(self._past)
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of outputs as they arrive, from now on.
@@ -244,10 +236,13 @@ class EngineClient:
             RequestError: a request is wrong.
             RequestFailedError: the engine could not go on with a request.
             QueueFullError: too many requests wait already.
+            UnavailableError: no request is taken at the moment.
+            RequestTimeoutError: they took longer than `config.request_timeout_s`.
             EngineDeadError: the core is gone.
         """
         mailbox = self._submit(new)
         left = len(new)
+        timer = self._time_limit(mailbox)
         try:
             while left:
                 for index, output in await mailbox.take():
@@ -255,6 +250,8 @@ class EngineClient:
                     left -= output.finish_reason is not None
                     yield index, output
         finally:
+            if timer is not None:
+                timer.cancel()
             self._drop([n.request_id for n in new])
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -263,23 +260,29 @@ class EngineClient:
             last = RequestOutput(request.new.request_id, finish_reason=FinishReason.ABORT)
             request.mailbox.put(request.index, last)
 
+    def refuse(self, message: str) -> None:
+        """Take no new requests from now on, for good; those that run go on."""
+        self._closing = UnavailableError(message)
+
+    def end_all(self, message: str) -> None:
+        """Fail all requests that run: whoever reads them is told so."""
+        with suppress(zmq.ZMQError):
+            self._core.send(Abort(list(self._running)))
+        self._fail_all(EngineDeadError(message))
+
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the core and free the sockets. Requests still running fail. May be called twice."""
-        self._declare_dead("the engine was shut down", expected=True)
+        ended = EngineDeadError("the engine was shut down")
+        self._trouble = self._trouble or ended
+        self._fail_all(ended)
+        await _cancel(self._supervisor)
+        if not self._ready.done():
+            self._core.terminate()  # it may be loading, and would not hear of a shutdown for long
         with suppress(zmq.ZMQError):
-            self._send(Shutdown())
-        await asyncio.to_thread(_end, self._process, grace_s)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._commands.close(linger=0)
-        self._outputs.close(linger=0)
-        self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
+            self._core.send(Shutdown())
+        await self._dispose(grace_s)
 
     def _submit(self, new: Sequence[NewRequest]) -> Mailbox:
-        if self._death is not None:
-            raise EngineDeadError(self._death)
         self.check_room(len(new))
         for request in new:
             if request.request_id in self._running:
@@ -291,8 +294,15 @@ class EngineClient:
             siblings.number += 1
             siblings.num_left += 1
             self._running[request.request_id] = RunningRequest(request, mailbox, index, siblings, time.monotonic())
-            self._send(request)
+            self._core.send(request)
         return mailbox
+
+    def _time_limit(self, mailbox: Mailbox) -> asyncio.TimerHandle | None:
+        limit_s = self.config.request_timeout_s
+        if limit_s is None:
+            return None
+        error = RequestTimeoutError(f"the request took longer than request_timeout={limit_s:g} seconds")
+        return asyncio.get_running_loop().call_later(limit_s, mailbox.fail, error)
 
     def check_room(self, number: int, param: str = "prompt") -> None:
         """Whether so many requests may come now. `generate_many` asks too; asking before saves making them.
@@ -302,7 +312,10 @@ class EngineClient:
         Raises:
             RequestError: more than there is ever room for; `param` names the field to blame.
             QueueFullError: too many requests wait already.
+            UnavailableError, EngineDeadError: no request is taken now, or none any more.
         """
+        if (trouble := self._closing or self._trouble) is not None:
+            raise type(trouble)(*trouble.args)
         seats, queue = self.config.max_num_seqs, self.config.max_num_waiting
         if number > seats + queue:
             self._rejected("too_many_prompts", number)
@@ -325,30 +338,28 @@ class EngineClient:
     def _drop(self, request_ids: Iterable[str]) -> list[RunningRequest]:
         """Forget requests that still run, here and in the engine."""
         dropped = [r for i in request_ids if (r := self._running.pop(i, None)) is not None]
-        if dropped and self._death is None:
-            self._send(Abort([r.new.request_id for r in dropped]))
+        if dropped:
+            self._core.send(Abort([r.new.request_id for r in dropped]))
         for request in dropped:
             self._finished(request, FinishReason.ABORT, None)
         return dropped
 
-    def _send(self, message: FrontMessage) -> None:
-        # A core that just died takes no messages; the watcher tells whoever waits.
-        with suppress(zmq.Again):
-            self._commands.send(self._encoder.encode(message), zmq.NOBLOCK)
-
-    async def _read(self) -> None:
+    async def _read(self, core: CoreProcess) -> None:
         try:
-            await self._read_messages()
+            await self._read_messages(core)
         except Exception as error:  # our own mistake; without a reader every request would hang
             logger.exception("the front cannot read the engine's messages")
             self._failed = EngineFailed(f"the front cannot read its messages ({type(error).__name__})")
-            self._process.kill()
+            core.process.kill()
 
-    async def _read_messages(self) -> None:
+    async def _read_messages(self, core: CoreProcess) -> None:
         while True:
-            message = self._decoder.decode(await self._outputs.recv())
+            message = await core.receive()
             if isinstance(message, StepOutput):
                 self._deliver(message)
+                # Messages that are there already make `receive` return at once: without a turn for those who read the
+                # outputs, a core faster than this loop would keep every answer back until it is idle.
+                await asyncio.sleep(0)
             elif isinstance(message, EngineInfo):
                 self._ready.set_result(message)
             else:
@@ -380,36 +391,95 @@ class EngineClient:
         if self._observer is not None:
             self._observer.finished(request, reason, output)
 
-    async def _watch(self) -> None:
-        """Wait for the end of the process, let its last messages arrive, and tell everybody."""
-        await _process_end(self._process)
+    async def _launch(self) -> None:
+        """Start the core and wait until it is ready. Raises: as `start`."""
+        self._core.start()
+        self._reader = asyncio.create_task(self._read(self._core))
+        end = asyncio.create_task(self._death())
+        try:
+            either: set[asyncio.Future[Any]] = {self._ready, end}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._ready.done():
+                if self._failed is not None and self._failed.config:
+                    raise ConfigError(self._failed.message)
+                raise EngineDeadError(end.result())
+        finally:
+            await _cancel(end)
+        self.info = self._ready.result()
+        self._stats = EngineStats(num_blocks=self.info.num_blocks)
+        self._trouble = None
+
+    async def _death(self) -> str:
+        """Wait for the end of the core, let its last messages arrive, and say what it died of."""
+        await self._core.ended()
         await asyncio.sleep(0)
         deadline = time.monotonic() + LAST_WORDS_S
         while self._failed is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        if self._failed is not None and self._failed.config and not self._ready.done():
-            self._ready.set_exception(ConfigError(self._failed.message))
-            return
-        code = self._process.exitcode
-        reason = self._failed.message if self._failed is not None else f"the process ended with exit code {code}"
-        self._declare_dead(f"the engine died: {reason}", expected=False)
+        if self._failed is not None:
+            return f"the engine died: {self._failed.message}"
+        self._core.process.join()
+        return self._shown()
 
-    def _declare_dead(self, message: str, *, expected: bool) -> None:
-        if self._death is not None:
-            return
-        self._death = message
-        if not expected:
-            logger.error("%s (%d requests were running)", message, len(self._running))
-            self.died.set()
-        if not self._ready.done():
-            if expected:
-                self._ready.cancel()
+    async def _supervise(self) -> None:
+        """Whenever the core dies, tell everybody, and start another one as often as that may be."""
+        while True:
+            began = time.monotonic()
+            message, shown = await self._death(), self._shown()
+            while (delay_s := self._restarts.next_delay(time.monotonic() - began)) is not None:
+                self._mourn(message, shown, UnavailableError(f"{shown}; another one is being started: try again later"))
+                logger.warning("another engine starts in %.1f s (restart %d)", delay_s, self.num_restarts + 1)
+                await asyncio.sleep(delay_s)
+                began = time.monotonic()
+                try:
+                    await self._replace()
+                    break
+                except (ConfigError, EngineDeadError, OSError) as error:
+                    message, shown = str(error), "the engine cannot be started again"
             else:
-                self._ready.set_exception(EngineDeadError(message))
+                self._mourn(message, shown, EngineDeadError(shown))
+                self.died.set()
+                return
+            logger.info("the engine is back (restart %d)", self.num_restarts)
+
+    def _shown(self) -> str:
+        """What clients are told of the core's death: what it died of, and nothing of the machine."""
+        if self._failed is None:
+            return f"the engine died: the process ended with exit code {self._core.process.exitcode}"
+        return f"the engine died: {self._failed.message.partition(':')[0]}"
+
+    def _mourn(self, message: str, shown: str, trouble: ForerunError) -> None:
+        logger.error("%s (%d requests were running)", message, len(self._running))
+        self._trouble = trouble
+        self._past, self._stats = self.stats().counters(), EngineStats()
+        self._fail_all(EngineDeadError(shown))
+
+    async def _replace(self) -> None:
+        """Start a core in the place of one that ended. Raises: as `start`."""
+        await self._dispose()
+        self.num_restarts += 1
+        self._failed = None
+        self._ready = asyncio.get_running_loop().create_future()
+        self._core = CoreProcess(self.config, self._factory)
+        await self._launch()
+
+    async def _dispose(self, grace_s: float = 0.0) -> None:
+        """Leave nothing of the core: neither process nor sockets."""
+        await self._core.join(grace_s)
+        await _cancel(self._reader)
+        self._core.close()
+
+    def _fail_all(self, error: ForerunError) -> None:
         running, self._running = self._running, {}
         for request in running.values():
             self._finished(request, FinishReason.ERROR, None)
-            request.mailbox.fail(EngineDeadError(message))
+            request.mailbox.fail(error)
+
+
+async def _cancel(task: asyncio.Task[Any] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _raise_error(output: RequestOutput) -> None:
@@ -420,49 +490,3 @@ def _raise_error(output: RequestOutput) -> None:
         raise RequestError(message, output.error_param)
     logger.error("request %s failed: %s", output.request_id, message)
     raise RequestFailedError("the engine could not go on with this request")
-
-
-def _socket_directory() -> Path:
-    """A fresh directory that only this user may enter, short enough to hold sockets."""
-    directory = Path(tempfile.mkdtemp(prefix="forerun-"))
-    if len(str(directory).encode()) > MAX_IPC_PATH:
-        directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="forerun-", dir="/tmp"))
-    return directory
-
-
-@contextmanager
-def without_interrupts() -> Iterator[None]:
-    """Ctrl-C reaches a process that is started here once it says what becomes of it: signal masks are inherited."""
-    resource_tracker.ensure_running()  # the first process to be spawned starts it, and that unblocks the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-async def _process_end(process: BaseProcess) -> None:
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    loop.add_reader(process.sentinel, end)
-    try:
-        await ended
-    finally:
-        loop.remove_reader(process.sentinel)
-
-
-def _end(process: BaseProcess, grace_s: float) -> None:
-    """Join the process; terminate it, then kill it, where it does not end by itself."""
-    if process.pid is None:
-        return
-    process.join(grace_s)
-    for hurry in (process.terminate, process.kill):
-        if process.is_alive():
-            hurry()
-            process.join(grace_s)

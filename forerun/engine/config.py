@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,6 +46,9 @@ class EngineConfig:
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most tokens in one step, drafted ones included; longer prompts are computed in chunks.
         max_num_waiting: most requests that wait in a server; one more is refused.
+        max_engine_restarts: most times in a row that a server starts another engine in the place of one that died; 0:
+            none, and the server ends.
+        request_timeout_s: most seconds that a server gives a request, waiting included; None: no limit.
         kv_cache_memory_bytes: memory for KV blocks; None: on a CPU a quarter of what is free after loading, on a GPU
             what `gpu_memory_utilization` leaves.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill; None: 0.92. Without effect on a CPU,
@@ -72,6 +76,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_num_waiting: int = 4096
+    max_engine_restarts: int = 0
+    request_timeout_s: float | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_dtype: str = "auto"
@@ -88,6 +94,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if type(self.max_engine_restarts) is not int or self.max_engine_restarts < 0:
+            raise ConfigError(f"max_engine_restarts must be at least 0, got {self.max_engine_restarts!r}")
+        if self.request_timeout_s is not None and not 0 < self.request_timeout_s < math.inf:
+            raise ConfigError(f"request_timeout must be above 0 seconds, got {self.request_timeout_s!r}")
         most = THREADS_A_CORE * (os.cpu_count() or 1)
         if self.num_threads is not None and self.num_threads > most:
             raise ConfigError(f"num_threads must be in [1, {most}] on this machine, got {self.num_threads}")

@@ -68,6 +68,9 @@ class RequestOutput(msgspec.Struct):
     bad_request: bool = False  # the request is at fault, not the engine
 
 
+GAUGES = ("num_requests_running", "num_requests_waiting", "num_blocks_used", "num_blocks", "proposer_bytes")
+
+
 class EngineStats(msgspec.Struct):
     """Gauges now and counters since the start. Counters never fall while the core lives."""
 
@@ -88,6 +91,19 @@ class EngineStats(msgspec.Struct):
     proposer_bytes: int = 0  # state that the proposer holds now
     spec: SpecTotals = msgspec.field(default_factory=SpecTotals)
     spec_by_proposer: dict[str, SpecTotals] = {}
+
+    def counters(self) -> EngineStats:
+        """These figures with gauges at 0."""
+        return msgspec.structs.replace(self, **dict.fromkeys(GAUGES, 0))
+
+    def after(self, past: EngineStats) -> EngineStats:
+        """These figures where `past` was counted before."""
+        names = [name for name in self.__struct_fields__ if name not in (*GAUGES, "spec", "spec_by_proposer")]
+        counted = {name: getattr(past, name) + getattr(self, name) for name in names}
+        by_proposer = dict(past.spec_by_proposer)
+        for name, totals in self.spec_by_proposer.items():
+            by_proposer[name] = totals.after(by_proposer.get(name, SpecTotals()))
+        return msgspec.structs.replace(self, **counted, spec=self.spec.after(past.spec), spec_by_proposer=by_proposer)
 
     @property
     def kv_cache_usage(self) -> float:

@@ -20,10 +20,13 @@ from typing import Any
 from forerun.errors import CheckpointError, ConfigError, RequestError
 from forerun.memory.heap import trim_heap
 from forerun.models.builtin import resolve_model
+from forerun.models.deadline import DeadlineError, deadline
 from forerun.models.gguf_file import GgufFile
 
 logger = logging.getLogger(__name__)
 
+MAX_TEMPLATE_S = 10.0  # a chat template is a program that comes with the model
+MAX_TEMPLATE_TEXT = 2**24  # characters
 SPACE_MARK = "\u2581"  # how sentencepiece writes a space
 _RESERVED_TEMPLATE_KEYS = frozenset(
     {"chat_template", "conversation", "tokenize", "return_tensors", "return_dict", "padding", "truncation"}
@@ -134,16 +137,23 @@ class Tokenizer:
         if reserved := sorted(_RESERVED_TEMPLATE_KEYS & kwargs.keys()):
             raise RequestError(f"{reserved[0]!r} cannot be set for one request", "chat_template_kwargs")
         try:
-            text: str = self.hf.apply_chat_template(
-                list(messages),
-                tools=None if tools is None else list(tools),
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **kwargs,
-            )
+            with deadline(MAX_TEMPLATE_S):
+                text: str = self.hf.apply_chat_template(
+                    list(messages),
+                    tools=None if tools is None else list(tools),
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **kwargs,
+                )
+        except DeadlineError:
+            raise RequestError(f"the chat template took longer than {MAX_TEMPLATE_S:g} s", "messages") from None
         except Exception as error:  # a template is a program: what it raises is up to its author
             raise RequestError(f"the chat template refused the messages: {_one_line(error)}", "messages") from error
+        if len(text) > MAX_TEMPLATE_TEXT:
+            raise RequestError(
+                f"the chat template made {len(text)} characters, at most {MAX_TEMPLATE_TEXT} are tokenised", "messages"
+            )
         try:
             return self.encode(text, add_special_tokens=False)  # the template writes them itself
         except RequestError as error:

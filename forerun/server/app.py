@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from forerun.engine.client import EngineClient
 from forerun.server import errors, generate, system
@@ -38,6 +39,14 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app.add_middleware(Unexpected)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.allowed_origins:  # outermost, so that browsers can read refusals
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+        )
     return app
 
 

@@ -9,19 +9,29 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from forerun.errors import EngineDeadError, ModelNotFoundError, QueueFullError, RequestError, RequestFailedError
+from forerun.errors import (
+    EngineDeadError,
+    ModelNotFoundError,
+    RequestError,
+    RequestFailedError,
+    RequestTimeoutError,
+    UnavailableError,
+)
 
 logger = logging.getLogger("forerun.server")
 
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499  # nobody sees it but the access log
+SHOWN = (RequestError, UnavailableError, RequestTimeoutError, EngineDeadError, RequestFailedError)  # ours to tell
 TYPE_NAMES = {
     400: "BadRequestError",
     404: "NotFoundError",
     CLIENT_GONE: "ClientClosedRequest",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+    504: "TimeoutError",
 }
 
 
@@ -58,15 +68,17 @@ def status_of(error: Exception) -> int:
             return 413
         case RequestError():
             return 400
-        case QueueFullError():
+        case UnavailableError():
             return 503
+        case RequestTimeoutError():
+            return 504
     return 500
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body for any exception; one that we did not foresee is logged and not shown."""
     status = status_of(error)
-    if isinstance(error, RequestError | QueueFullError | EngineDeadError | RequestFailedError):
+    if isinstance(error, SHOWN):
         return status, error_body(status, str(error), getattr(error, "param", None))
     logger.error("unexpected error while serving a request", exc_info=error)
     return status, error_body(status, "internal server error")
@@ -74,8 +86,12 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 async def answer_error(_request: Request, error: Exception) -> Response:
     status, body = describe(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, QueueFullError) else None
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, UnavailableError) else None
     return json_response(body, status, headers)
+
+
+async def answer_nobody(_request: Request, _error: Exception) -> Response:
+    return error_response(CLIENT_GONE, "the client closed the connection before its request was there")
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
@@ -86,6 +102,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    for kind in (RequestError, QueueFullError, EngineDeadError, RequestFailedError):
+    for kind in SHOWN:
         app.add_exception_handler(kind, answer_error)
+    app.add_exception_handler(ClientDisconnect, answer_nobody)
     app.add_exception_handler(HTTPException, answer_http_error)

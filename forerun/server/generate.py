@@ -65,7 +65,7 @@ def _job_maker(
         field: that the prompts come from.
     """
     model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
-    name = _given_id(request, body)
+    name, salt = _given_id(request, body), cache_salt(request, state, body)
 
     def make(prompts: Sequence[list[int]]) -> Job:
         prompts = [params.cut_prompt(prompt, state.client.info.max_model_len) for prompt in prompts]
@@ -73,7 +73,7 @@ def _job_maker(
             check_prompt(prompt, field, state.vocab_size, state.client.info.max_model_len)
         several = "best_of" if params.best_of is not None else "n"
         state.client.check_room(len(prompts) * params.num_answers, "prompt" if params.num_answers == 1 else several)
-        return state.jobs.make(prefix, model, body, params, prompts, name, drafts)
+        return state.jobs.make(prefix, model, body, params, prompts, name, drafts, salt)
 
     return make
 
@@ -100,6 +100,12 @@ def _given_id(request: Request, body: GenerationBody) -> str:
     if len(name) > 256:
         raise RequestError("the header X-Request-Id has more than 256 characters", "request_id")
     return name
+
+
+def cache_salt(request: Request, state: ServerState, body: GenerationBody) -> str:
+    """What caches are kept apart by: the user's own salt, and behind it the API key where the server is told so."""
+    salt = body.cache_salt or ""
+    return f"{request.state.api_key_digest}:{salt}" if state.settings.salt_by_api_key else salt
 
 
 async def _respond(request: Request, state: ServerState, answer: Answer) -> Response:

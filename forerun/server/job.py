@@ -116,6 +116,7 @@ class JobMaker:
         prompts: Sequence[list[int]],
         name: str,
         drafts: RequestSpeculation,
+        cache_salt: str,
     ) -> Job:
         """`name` is the id that the user gave, or "". The engine's ids are our own: a name may be given twice."""
         unique = uuid.uuid4().hex
@@ -129,7 +130,7 @@ class JobMaker:
                     params.for_engine(),
                     seed,
                     choice=choice,
-                    cache_salt=body.cache_salt or "",
+                    cache_salt=cache_salt,
                     max_draft_tokens=drafts.max_draft_tokens,
                     draft_methods=drafts.draft_methods,
                 )

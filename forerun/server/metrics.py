@@ -215,6 +215,9 @@ class EngineCollector(Collector):
         yield self._by(name, "Steps in which the position was accepted.", "position", positions)
 
     def _own(self, stats: EngineStats) -> Iterator[Metric]:
+        restarts = self._client.num_restarts
+        yield self._gauge("engine_healthy", "1 while requests are taken, else 0.", self._client.healthy, "forerun")
+        yield self._counter("engine_restarts", "Engines started in the place of dead ones.", restarts, "forerun")
         yield self._counter("num_steps", "Steps of the engine.", stats.num_steps, "forerun")
         yield self._counter("num_rows", "Rows through the target, drafted included.", stats.num_rows, "forerun")
         yield self._counter("step_time_seconds", "Time in steps.", stats.step_time_s, "forerun")

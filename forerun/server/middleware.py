@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
+import hmac
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
@@ -11,26 +11,34 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.server.errors import describe, json_response
 
+PROTECTED = ("/v1", "/v2", "/inference", "/cohere")
+
 
 class ApiKeys:
-    """Lets requests for paths under /v1 pass only with one of the keys."""
+    """Lets requests for paths under `PROTECTED` pass only with one of the keys, whose digest the scope's state holds
+    from then on."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _protected(scope) or self._known(Headers(scope=scope)):
+        if scope["type"] != "http" or not _protected(scope):
+            await self._app(scope, receive, send)
+            return
+        if (digest := self._known(Headers(scope=scope))) is not None:
+            scope.setdefault("state", {})["api_key_digest"] = digest.hex()
             await self._app(scope, receive, send)
             return
         await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
 
-    def _known(self, headers: Headers) -> bool:
+    def _known(self, headers: Headers) -> bytes | None:
+        """The digest of the key that the request bears; None where it is none of ours."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key)
         # All keys are compared, each in constant time, so that time tells nothing.
-        matches = [secrets.compare_digest(digest, known) for known in self._digests]
-        return any(matches) and scheme.lower() == "bearer"
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest if any(matches) and scheme.lower() == "bearer" else None
 
 
 def _digest(key: str) -> bytes:
@@ -39,7 +47,7 @@ def _digest(key: str) -> bytes:
 
 def _protected(scope: Scope) -> bool:
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return scope["method"] != "OPTIONS" and (path == "/v1" or path.startswith("/v1/"))
+    return scope["method"] != "OPTIONS" and any(path == top or path.startswith(f"{top}/") for top in PROTECTED)
 
 
 class Unexpected:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import signal
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
+from uvicorn.loops.auto import auto_loop_factory
 
 from forerun.engine.client import EngineClient
 from forerun.engine.config import EngineConfig
 from forerun.engine.core import EngineFactory, load_engine
 from forerun.errors import ConfigError
 from forerun.server.app import create_app
+from forerun.server.connection import Connection
 from forerun.server.prompts import Tokenizer
 from forerun.server.settings import ServerSettings, WebSettings
 from forerun.server.system import package_version
@@ -26,6 +33,8 @@ from forerun.spec.batch_table import describe
 logger = logging.getLogger("forerun.server")
 
 BACKLOG = 2048  # connections not yet taken; uvicorn's own number
+OWN_FILES = 256  # beside the connections: sockets to the core, logs, libraries
+FLUSH_S = 5  # after the last answer's end: how long slow readers may take to read it
 EXIT_ENGINE_DIED = 1
 EXIT_INTERRUPTED = 130
 UNHEALTHY_S = 2.0  # after the engine's end: how long clients are told of it and /health says so, before the exit
@@ -45,13 +54,62 @@ def serve(
     Raises:
         ConfigError: the port, a file or a setting cannot be used. The port is judged before anything is loaded.
     """
-    with bind(web.host, web.port) as sock:
+    allow_connections(web.max_connections)
+    with listen(web) as sock:
         logger.info("forerun %s, model %s, served as %s", package_version(), config.model, ", ".join(settings.names))
         if tokenizer is None:
             from forerun.models.tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(config.model, config.tokenizer)
-        return asyncio.run(_serve(sock, config, settings, web, factory, tokenizer))
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's where it is installed
+            return runner.run(_serve(sock, config, settings, web, factory, tokenizer))
+
+
+@contextmanager
+def listen(web: WebSettings) -> Iterator[socket.socket]:
+    """A listening socket, whose file is removed at the end where it has one. Raises: as `bind`."""
+    with bind(web.host, web.port) if web.uds is None else bind_unix(web.uds) as sock:
+        yield sock
+    if web.uds is not None:
+        Path(web.uds).unlink(missing_ok=True)
+
+
+def bind_unix(path: str) -> socket.socket:
+    """A Unix socket that listens already, in the place of one that nobody listens on any more.
+
+    Raises:
+        ConfigError: somebody listens there, or no socket can be there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            if sock.connect_ex(path) == 0:
+                raise ConfigError(f"cannot listen on uds={path}: somebody else does; try another one")
+            sock.close()
+            Path(path).unlink()
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(path)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except ConfigError:
+        sock.close()
+        raise
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on uds={path}: {error.strerror or error}") from None
+    return sock
+
+
+def allow_connections(number: int) -> None:
+    """Raise this process's limit on open files to what so many connections need, as far as it may be raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = number + OWN_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    possible = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
+    if possible < needed:
+        logger.warning("max_connections=%d needs %d open files, %d are allowed: raise ulimit -n", number, needed, hard)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -88,17 +146,14 @@ class Server(uvicorn.Server):
 
 
 class Stop:
-    """What a signal does: ends the start, or lets the server end, or (the second time) cuts it off."""
+    """What signals ask for: the first an orderly end, the second an end at once."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
-        self.server: Server | None = None
+        self.hurry = asyncio.Event()
 
     def __call__(self) -> None:
-        if self.server is not None:
-            self.server.force_exit = self.server.should_exit
-            self.server.should_exit = True
-        self.asked.set()
+        (self.hurry if self.asked.is_set() else self.asked).set()
 
 
 async def _serve(
@@ -118,20 +173,8 @@ async def _serve(
     try:
         _announce(client, settings, sock, web)
         app = create_app(client, tokenizer, settings)
-        stop.server = Server(
-            uvicorn.Config(
-                app,
-                host=web.host,
-                port=web.port,
-                log_level=web.log_level,
-                access_log=web.access_log,
-                root_path=web.root_path,
-                server_header=False,
-                timeout_graceful_shutdown=web.shutdown_timeout_s,
-            )
-        )
-        stop.server.should_exit = stop.asked.is_set()
-        await _serve_app(stop.server, sock, client)
+        server = Server(uvicorn_config(app, web))
+        await _serve_app(server, sock, client, stop, web.shutdown_timeout_s)
         return EXIT_ENGINE_DIED if client.died.is_set() else 0
     finally:
         await client.stop()
@@ -150,14 +193,53 @@ async def _start(config: EngineConfig, factory: EngineFactory, stop: Stop) -> En
         await asyncio.gather(start, asked, return_exceptions=True)
 
 
-async def _serve_app(server: Server, sock: socket.socket, client: EngineClient) -> None:
-    death = asyncio.create_task(_exit_after_death(server, client))
+def uvicorn_config(app: FastAPI, web: WebSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=web.host,
+        port=web.port,
+        uds=web.uds,
+        http=partial(Connection, web),  # type: ignore[arg-type]  # called as its class is
+        ws="none",
+        log_level=web.log_level,
+        access_log=web.access_log,
+        root_path=web.root_path,
+        server_header=False,
+        timeout_keep_alive=web.keep_alive_timeout_s,
+        timeout_graceful_shutdown=FLUSH_S,
+        ssl_keyfile=web.ssl_keyfile,
+        ssl_certfile=web.ssl_certfile,
+        ssl_ca_certs=web.ssl_ca_certs,
+        ssl_cert_reqs=web.ssl_cert_reqs,
+    )
+
+
+async def _serve_app(server: Server, sock: socket.socket, client: EngineClient, stop: Stop, timeout_s: float) -> None:
+    ends = (_exit_after_death(server, client), _exit_after_signal(server, client, stop, timeout_s))
+    tasks = [asyncio.create_task(end) for end in ends]
     try:
         await server.serve(sockets=[sock])
     finally:
-        death.cancel()
-        with suppress(asyncio.CancelledError):
-            await death
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _exit_after_signal(server: Server, client: EngineClient, stop: Stop, timeout_s: float) -> None:
+    """Take nothing new, while connections are still answered, until running requests have ended or had their time."""
+    await stop.asked.wait()
+    client.refuse("the server is shutting down: try again later")
+    if client.num_running:
+        logger.info("shutting down: %d requests may go on for %g s", client.num_running, timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while client.num_running and time.monotonic() < deadline and not stop.hurry.is_set():
+        await asyncio.sleep(0.02)
+    if client.num_running:
+        logger.warning("%d requests did not end in time", client.num_running)
+        client.end_all("the server was shut down before the answer was complete")
+    server.should_exit = True
+    await stop.hurry.wait()
+    server.force_exit = True
 
 
 async def _exit_after_death(server: Server, client: EngineClient) -> None:
@@ -177,5 +259,9 @@ def _announce(client: EngineClient, settings: ServerSettings, sock: socket.socke
             logger.info("Draft lengths by number of decoding requests: %s", describe(table))
     elif settings.per_request_spec_decode_metrics != "none":
         logger.warning("per_request_spec_decode_metrics has no effect: speculation is off")
+    if web.uds is not None:
+        logger.info("Starting forerun server on unix:%s", web.uds)
+        return
     host = f"[{web.host}]" if ":" in web.host else web.host
-    logger.info("Starting forerun server on http://%s:%d", host, sock.getsockname()[1])
+    scheme = "http" if web.ssl_certfile is None else "https"
+    logger.info("Starting forerun server on %s://%s:%d", scheme, host, sock.getsockname()[1])

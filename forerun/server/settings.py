@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import ssl
+from dataclasses import dataclass, field
 from typing import Literal
 
 from forerun.errors import ConfigError
@@ -18,7 +20,10 @@ class ServerSettings:
     Attributes:
         model: the model as given on the command line; the default served name.
         served_model_names: names that requests may use; the first is reported. (): the model as given.
-        api_keys: accepted keys; (): everybody may use the server.
+        api_keys: accepted keys, printable ASCII without spaces; (): everybody may use the server.
+        salt_by_api_key: caches are kept apart by key, as if each key's requests bore a `cache_salt` of their own.
+        allowed_origins: web pages that browsers let use the server (CORS); "*" for all, (): none.
+        allowed_methods, allowed_headers, allow_credentials: what they may send.
         max_body_bytes: most bytes of a request body; more is HTTP 413.
         max_prompts: most prompts of a request.
         max_messages: most messages of a conversation, parts of their contents included.
@@ -32,7 +37,12 @@ class ServerSettings:
 
     model: str
     served_model_names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    salt_by_api_key: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
     max_body_bytes: int = 16 * 2**20
     max_prompts: int = 1024
     max_messages: int = 4096
@@ -50,8 +60,13 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.log_stats_interval_s > 0:
             raise ConfigError(f"log_stats_interval must be above 0 seconds, got {self.log_stats_interval_s}")
-        if any(not key for key in self.api_keys):
-            raise ConfigError("an api_key must not be empty")
+        for place, key in enumerate(self.api_keys, 1):  # which one is said by its place: a key is not shown
+            if not key or not all("!" <= character <= "~" for character in key):
+                raise ConfigError(f"api_key {place} must be printable ASCII without spaces, and not empty")
+        if self.salt_by_api_key and not self.api_keys:
+            raise ConfigError("salt_by_api_key needs api keys: give --api-key, --api-key-file or FORERUN_API_KEY")
+        if self.allow_credentials and not self.allowed_origins:
+            raise ConfigError("allow_credentials needs allowed_origins")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,6 +83,14 @@ class WebSettings:
 
     Attributes:
         host, port: address; port 0 takes any free one.
+        uds: path of a Unix socket to listen on, in the place of host and port.
+        ssl_keyfile, ssl_certfile: of TLS, in PEM form; the key may be in the certificate's file. None: plain HTTP.
+        ssl_ca_certs: whom clients' certificates must be signed by.
+        ssl_cert_reqs: whether clients need one: 0 no, 1 it is judged if given, 2 yes.
+        max_connections: most connections at a time; one more gets HTTP 503 and is closed.
+        receive_timeout_s: most time that a request, head and body, may take to arrive; then HTTP 408.
+        send_timeout_s: most time that a client may take nothing of an answer that waits; then the connection is cut.
+        keep_alive_timeout_s: how long a connection is kept without a request.
         shutdown_timeout_s: how long running answers may go on after a signal to stop; a second signal cuts them off.
         log_level: of uvicorn.
         access_log: one line a request.
@@ -76,6 +99,15 @@ class WebSettings:
 
     host: str = "0.0.0.0"
     port: int = 8000
+    uds: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    max_connections: int = 4096
+    receive_timeout_s: float = 120.0
+    send_timeout_s: float = 60.0
+    keep_alive_timeout_s: int = 5
     shutdown_timeout_s: int = 20
     log_level: str = "info"
     access_log: bool = True
@@ -84,7 +116,37 @@ class WebSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
-        if self.shutdown_timeout_s < 0:
-            raise ConfigError(f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout_s}")
+        for name in ("shutdown_timeout", "keep_alive_timeout"):
+            if getattr(self, f"{name}_s") < 0:
+                raise ConfigError(f"{name} must be at least 0 seconds, got {getattr(self, f'{name}_s')}")
+        for name in ("receive_timeout", "send_timeout"):
+            if not 0 < getattr(self, f"{name}_s") < math.inf:
+                raise ConfigError(f"{name} must be above 0 seconds, got {getattr(self, f'{name}_s')}")
+        if self.max_connections < 1:
+            raise ConfigError(f"max_connections must be at least 1, got {self.max_connections}")
+        self._check_tls()
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"uvicorn_log_level={self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
+
+    def _check_tls(self) -> None:
+        """Judged before anything is loaded."""
+        if self.ssl_certfile is None:
+            for name in ("ssl_keyfile", "ssl_ca_certs"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} needs ssl_certfile")
+            return
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=_no_password)
+            if self.ssl_ca_certs is not None:
+                context.load_verify_locations(self.ssl_ca_certs)
+        except (OSError, ValueError) as error:  # of which ssl.SSLError is one
+            files = ", ".join(filter(None, (self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)))
+            raise ConfigError(f"TLS cannot use ssl_certfile, ssl_keyfile or ssl_ca_certs ({files}): {error}") from None
+
+
+def _no_password() -> str:
+    """OpenSSL would ask at the terminal."""
+    raise ValueError("the key has a password: decrypt it first")

@@ -22,10 +22,9 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine lives, else 503."""
-    if state_of(request).client.healthy:
-        return Response()
-    return error_response(503, "the engine is dead")
+    """200 while requests are taken; else 503, with the reason."""
+    trouble = state_of(request).client.trouble
+    return Response() if trouble is None else error_response(503, trouble)
 
 
 @router.get("/ping")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +28,16 @@ class SpecTotals(msgspec.Struct):
         per_pos.extend([0] * (num_accepted - len(per_pos)))
         for position in range(num_accepted):
             per_pos[position] += 1
+
+    def after(self, past: SpecTotals) -> SpecTotals:
+        """These counts where `past` was counted before."""
+        pairs = itertools.zip_longest(past.num_accepted_tokens_per_pos, self.num_accepted_tokens_per_pos, fillvalue=0)
+        return SpecTotals(
+            past.num_drafts + self.num_drafts,
+            past.num_draft_tokens + self.num_draft_tokens,
+            past.num_accepted_tokens + self.num_accepted_tokens,
+            [before + now for before, now in pairs],
+        )
 
 
 class SpecCounters:

@@ -35,13 +35,13 @@ def with_client(
 ) -> None:
     async def main() -> None:
         client = await EngineClient.start(EngineConfig(model="fake", **config), factory or fake_factory())
-        directory = client._directory
+        directory = client._core.directory
         try:
             await use(client)
         finally:
             await client.stop()
         assert not directory.exists()
-        assert client._process.exitcode is not None
+        assert client._core.process.exitcode is not None
 
     asyncio.run(main())
 
@@ -140,7 +140,7 @@ def test_a_fault_of_one_request_is_not_shown_in_its_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"), [("!raise", "ZeroDivisionError: the device is on fire"), ("!die", "exit code -9")]
+    ("prompt", "words"), [("!raise", "the engine died: ZeroDivisionError$"), ("!die", "exit code -9")]
 )
 def test_a_dead_core_fails_every_request_with_the_reason(prompt: str, words: str) -> None:
     async def use(client: EngineClient) -> None:
@@ -260,7 +260,7 @@ from forerun.engine.config import EngineConfig
 from tests.server.fake_engine import fake_factory
 async def main():
     client = await EngineClient.start(EngineConfig(model="fake"), fake_factory())
-    print(client._process.pid, client._directory, flush=True)
+    print(client._core.process.pid, client._core.directory, flush=True)
     await asyncio.sleep(60)
 if __name__ == "__main__":
     asyncio.run(main())
@@ -310,7 +310,7 @@ def test_a_mailbox_gives_what_came_before_its_error() -> None:
 
 SPAWN_AND_SHOW_MASK = """
 import multiprocessing, signal
-from forerun.engine.client import without_interrupts
+from forerun.engine.process import without_interrupts
 
 def show() -> None:
     print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from forerun.engine.config import EngineConfig
@@ -155,7 +156,7 @@ class FakeEngine:
         if request.script.startswith("!die"):
             os.kill(os.getpid(), signal.SIGKILL)
         if request.script.startswith("!raise"):
-            raise ZeroDivisionError("the device\nis on fire")
+            raise ZeroDivisionError("the device\nis on fire: /dev/nvidia0")
 
     def _finish(self, request: FakeRequest, output: RequestOutput) -> None:
         del self._requests[request.new.request_id]
@@ -177,6 +178,14 @@ def make_fake_engine(config: EngineConfig, *, step_s: float, burst: int, specula
 def fake_factory(*, step_s: float = 0.002, burst: int = 3, speculation: bool = True) -> EngineFactory:
     """What `EngineClient.start` takes; it is sent to the core process."""
     return partial(make_fake_engine, step_s=step_s, burst=burst, speculation=speculation)
+
+
+def start_once(config: EngineConfig, mark: Path) -> FakeEngine:
+    """Bind `mark`, a file to be made: then a factory of an engine that starts the first time only."""
+    if mark.exists():
+        raise ConfigError("/models/gone: no such file")
+    mark.touch()
+    return FakeEngine(config, step_s=0.0, burst=1, speculation=False)
 
 
 class ByteTokenizer:

@@ -15,8 +15,8 @@ from forerun.engine.client import EngineClient
 from forerun.engine.config import EngineConfig
 from forerun.engine.core import EngineFactory
 from forerun.server.app import create_app
-from forerun.server.run import bind
-from forerun.server.settings import ServerSettings
+from forerun.server.run import bind, uvicorn_config
+from forerun.server.settings import ServerSettings, WebSettings
 from tests.server.fake_engine import ByteTokenizer, fake_factory
 
 T = TypeVar("T")
@@ -34,11 +34,13 @@ class LiveServer:
         settings: ServerSettings | None = None,
         factory: EngineFactory | None = None,
         tokenizer: ByteTokenizer | None = None,
+        web: WebSettings | None = None,
         **config: Any,
     ) -> None:
         self._settings = settings or ServerSettings(model="fake")
         self._factory = factory or fake_factory()
         self._tokenizer = tokenizer or ByteTokenizer()
+        self._web = web or WebSettings(log_level="warning")
         self._config = EngineConfig(model="fake", **config)
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
@@ -70,9 +72,10 @@ class LiveServer:
         self.client = await EngineClient.start(self._config, self._factory)
         try:
             app = create_app(self.client, self._tokenizer, self._settings)
-            self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+            self._server = uvicorn.Server(uvicorn_config(app, self._web))
+            scheme = "http" if self._web.ssl_certfile is None else "https"
             with bind("127.0.0.1", 0) as sock:
-                self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+                self.url = f"{scheme}://127.0.0.1:{sock.getsockname()[1]}"
                 serving = asyncio.create_task(self._server.serve(sockets=[sock]))
                 while not self._server.started:
                     await asyncio.sleep(0.01)

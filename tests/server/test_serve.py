@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,6 +26,7 @@ from forerun.server.run import bind
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from forerun.cli import main; main()", "serve"]
 FAKE = """
+import json
 import sys
 from forerun.engine.config import EngineConfig
 from forerun.engine.core import log_to_stderr
@@ -33,7 +36,8 @@ from tests.server.fake_engine import ByteTokenizer, fake_factory
 if __name__ == "__main__":
     log_to_stderr("server")
     settings = ServerSettings(model="fake", log_stats_interval_s=0.2)
-    web = WebSettings(host="127.0.0.1", port=0, shutdown_timeout_s=10)
+    options = {"shutdown_timeout_s": 10} | json.loads(sys.argv[1])
+    web = WebSettings(host="127.0.0.1", port=0, **options)
     sys.exit(serve(EngineConfig(model="fake"), settings, web, fake_factory(step_s=0.01, burst=1), ByteTokenizer()))
 """
 
@@ -67,13 +71,15 @@ class Process:
 
 
 @contextmanager
-def fake_server() -> Iterator[tuple[Process, httpx.Client]]:
-    with subprocess.Popen([sys.executable, "-c", FAKE], stderr=subprocess.PIPE, text=True, cwd=ROOT) as popen:
+def fake_server(**web: Any) -> Iterator[tuple[Process, httpx.Client]]:
+    """`web` are fields of `WebSettings`."""
+    command = [sys.executable, "-c", FAKE, json.dumps(web)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as popen:
         process = Process(popen)
         try:
-            url = process.wait_for(r"Starting forerun server on (http://127\.0\.0\.1:\d+)")
+            url = process.wait_for(r"Starting forerun server on (\S+)")
             process.wait_for(r"Application startup complete\.")
-            with httpx.Client(base_url=url, timeout=20) as http:
+            with httpx.Client(base_url=url.replace("unix:", "http://"), timeout=20) as http:
                 yield process, http
         finally:
             popen.kill()
@@ -183,7 +189,8 @@ def test_other_forms_are_refused(text: str) -> None:
 
 
 def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    for name in ("FORERUN_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
     assert environment_keys() == ()
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     assert environment_keys() == ("secret",)
