@@ -37,7 +37,6 @@ _SAMPLING: dict[str, Neutral] = {
     "watermarking": (),
     "thinking_token_budget": (),
     "priority": (0,),
-    "echo": (False,),
 }
 
 _GRAMMAR: dict[str, Neutral] = {
@@ -52,33 +51,26 @@ _GRAMMAR: dict[str, Neutral] = {
 }
 
 _ANSWER: dict[str, Neutral] = {
-    "return_tokens_as_token_ids": (False,),
     "return_prompt_text": (False,),
     "return_weight_versions": (False,),
-    "stream_interval": (1,),
     "session_id": (),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
     "store": (False,),
-    "metadata": ({},),
     "service_tier": ("auto", "default"),
 }
 
 _COMPLETION_ONLY: dict[str, Neutral] = {"suffix": ("",), "prompt_embeds": ()}
 
 _CHAT_ONLY: dict[str, Neutral] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),  # nothing to choose from, since tools are refused
-    "parallel_tool_calls": (True, False),
+    "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "include_reasoning": (True,),
     "verbosity": (),
     "add_special_tokens": (False,),  # the template writes them
     "moderation": (),
@@ -91,13 +83,13 @@ _CHAT_ONLY: dict[str, Neutral] = {
 COMPLETION_NOT_SERVED = {**_SAMPLING, **_GRAMMAR, **_ANSWER, **_COMPLETION_ONLY}
 CHAT_NOT_SERVED = {**_SAMPLING, **_GRAMMAR, **_ANSWER, **_CHAT_ONLY}
 MESSAGE_NOT_SERVED: dict[str, Neutral] = {
-    "tool_calls": ([],),
+    "tool_calls": ([],),  # these four in messages of other roles than theirs
     "tool_call_id": (),
+    "reasoning": (),
+    "reasoning_content": (),
     "function_call": (),
     "audio": (),
     "refusal": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "annotations": ([],),
 }
 

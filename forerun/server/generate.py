@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from forerun.errors import RequestError
 from forerun.request import SamplingParams
-from forerun.server.answers import Answer, ChatAnswer, CompletionAnswer
+from forerun.server.answers import Answer, CompletionAnswer
 from forerun.server.body import parse_body, read_body
+from forerun.server.chat import ChatAnswer, message_states, prompt_of, tools_of
 from forerun.server.errors import CLIENT_GONE, error_response, json_response
 from forerun.server.job import Job
 from forerun.server.models import ChatBody, CompletionBody, GenerationBody
 from forerun.server.openapi import describe_body
-from forerun.server.prompts import chat_prompt, check_prompt, check_token_ids, completion_prompts, offload
+from forerun.server.parsing import MessageState
+from forerun.server.prompts import check_prompt, check_token_ids, completion_prompts, offload, prompt_texts
 from forerun.server.state import ServerState, state_of
-from forerun.server.streaming import ClientGoneError, EventStream, Outputs, unless_gone
+from forerun.server.streaming import ClientGoneError, EventStream, Outputs, paced, unless_gone
 from forerun.spec.per_request import RequestSpeculation
 
 router = APIRouter()
@@ -28,28 +31,28 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     state = state_of(request)
     body = CompletionBody.read(await read_json(request))
-    make_job = _job_maker(request, state, "cmpl", body)
+    make_job = job_maker(request, state, "cmpl", body)
     prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens, state.limits)
     for prompt in prompts:
         check_prompt(prompt, "prompt", state.vocab_size, state.client.info.max_model_len)
-    return await _respond(request, state, CompletionAnswer(make_job(prompts), state.tokenizer, state.settings))
+    echoes = prompt_texts(state.tokenizer, body.prompt, prompts) if body.echo else [""] * len(prompts)
+    return await respond(request, state, CompletionAnswer(make_job(prompts), state.tokenizer, state.settings, echoes))
 
 
 @router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody))
 async def chat_completions(request: Request) -> Response:
     state = state_of(request)
     body = ChatBody.read(await read_json(request))
-    make_job = _job_maker(request, state, "chatcmpl", body)
-    prompt = await chat_prompt(
-        state.tokenizer,
-        body.messages,
-        limits=state.limits,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
-    )
-    check_prompt(prompt, "messages", state.vocab_size, state.client.info.max_model_len)
-    return await _respond(request, state, ChatAnswer(make_job([prompt]), state.tokenizer, state.settings))
+    job, messages = await chat_job(request, state, body, "chatcmpl")
+    return await respond(request, state, ChatAnswer(state, job, messages, body))
+
+
+async def chat_job(request: Request, state: ServerState, body: ChatBody, prefix: str) -> tuple[Job, list[MessageState]]:
+    """The job of a conversation, and the messages that its choices become."""
+    tools = tools_of(state, body)
+    make_job = job_maker(request, state, prefix, body, state.parsing.skips_special_tokens(tools))
+    job = make_job([await prompt_of(state, body, tools)])
+    return job, message_states(state, job, tools)
 
 
 async def read_json(request: Request) -> dict[str, Any]:
@@ -57,12 +60,13 @@ async def read_json(request: Request) -> dict[str, Any]:
     return await offload(len(body), lambda: parse_body(body))
 
 
-def _job_maker(
-    request: Request, state: ServerState, prefix: str, body: GenerationBody
+def job_maker(
+    request: Request, state: ServerState, prefix: str, body: GenerationBody, may_skip_special_tokens: bool = True
 ) -> Callable[[Sequence[list[int]]], Job]:
     """From prompts to the job; all that can be wrong whatever the prompts are is judged before they are tokenised."""
     model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
     name = _given_id(request, body)
+    params = replace(params, skip_special_tokens=params.skip_special_tokens and may_skip_special_tokens)
 
     def make(prompts: Sequence[list[int]]) -> Job:
         state.client.check_room(len(prompts) * params.n, "prompt" if params.n == 1 else "n")
@@ -88,10 +92,13 @@ def _given_id(request: Request, body: GenerationBody) -> str:
     return name
 
 
-async def _respond(request: Request, state: ServerState, answer: Answer) -> Response:
+async def respond(request: Request, state: ServerState, answer: Answer) -> Response:
+    body = answer.job.body
     outputs = state.client.generate_many(answer.job.requests)
     try:
-        if answer.job.body.stream:
+        if body.stream:
+            interval = max(body.stream_interval, state.settings.stream_interval)
+            outputs = paced(outputs, interval) if interval > 1 else outputs
             first = await unless_gone(request.receive, anext(outputs))
             return EventStream(answer, first, outputs)
         return json_response(await unless_gone(request.receive, _collect(answer, outputs)))
@@ -102,5 +109,5 @@ async def _respond(request: Request, state: ServerState, answer: Answer) -> Resp
 async def _collect(answer: Answer, outputs: Outputs) -> dict[str, Any]:
     async with aclosing(outputs):
         async for index, output in outputs:
-            answer.job.choices[index].keep(output)
+            answer.take(index, output)
     return answer.whole()

@@ -64,8 +64,8 @@ class Job:
     def requests(self) -> list[NewRequest]:
         return [choice.request for choice in self.choices]
 
-    def usage(self) -> dict[str, Any]:
-        """Each prompt counts once, and so do the tokens that were cached before it came."""
+    def usage(self, *, details: bool) -> dict[str, Any]:
+        """Each prompt counts once, and so do the tokens that were cached before it came, which are in the details."""
         firsts = [c for c in self.choices if c.request.choice == 0]
         prompt = sum(len(c.request.prompt_token_ids) for c in firsts)
         completion = sum(c.num_tokens for c in self.choices)
@@ -73,7 +73,7 @@ class Job:
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,
             "completion_tokens": completion,
-            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in firsts)} if details else None,
         }
 
 

@@ -12,7 +12,9 @@ from forerun.errors import ModelNotFoundError
 from forerun.server.fields import shorten
 from forerun.server.job import JobMaker
 from forerun.server.metrics import ServerMetrics
+from forerun.server.parsing import Parsing
 from forerun.server.prompts import Limits, Tokenizer
+from forerun.server.response_store import ResponseStore
 from forerun.server.settings import ServerSettings
 
 
@@ -22,6 +24,8 @@ class ServerState:
     tokenizer: Tokenizer
     settings: ServerSettings
     jobs: JobMaker
+    parsing: Parsing
+    responses: ResponseStore
     metrics: ServerMetrics | None  # None: log_stats is off
     created: int  # when the server started, seconds since 1970
 

@@ -9,11 +9,12 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from forerun.errors import RequestError
+from forerun.server.conversation import chat_prompt
 from forerun.server.errors import error_response, json_response
 from forerun.server.generate import read_json
 from forerun.server.models import DetokenizeBody, TokenizeBody
 from forerun.server.openapi import describe_body
-from forerun.server.prompts import chat_prompt, check_token_ids, completion_prompts, offload
+from forerun.server.prompts import check_token_ids, completion_prompts, offload
 from forerun.server.state import ServerState, state_of
 from forerun.spec.stats import SpecTotals
 

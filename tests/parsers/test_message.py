@@ -90,10 +90,11 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 CUTS = st.lists(st.integers(0, 2**20), max_size=12)
 PLAIN = st.text(st.sampled_from('ab {}[]"\\,:<>/|;\n\tä家👪'), max_size=12)
-BITS = st.sampled_from(
-    ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=get>", "<function=", "</function>", "<parameter=city>", "</parameter>", "<|python_tag|>", '{"name":"get","arguments":{"city":"P', '"}}', '{"name":"now"}', "[[", "]]", ";", "}", "1e", "nul", "\\u00", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>get", "}```", "get<｜tool▁sep｜>{", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", '"arguments":{"a":[1,{"b":"\\""}']  # noqa: RUF001
-    + ["\n```json\n{"]
-)
+WORDS = """<think> </think> <tool_call> </tool_call> <function=get> <function= </function> <parameter=city> </parameter>
+    <|python_tag|> {"name":"get","arguments":{"city":"P "}} {"name":"now"} [[ ]] ; } 1e nul \\u00
+    <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> function<｜tool▁sep｜>get }``` get<｜tool▁sep｜>{
+    <｜tool▁call▁end｜> <｜tool▁calls▁end｜> "arguments":{"a":[1,{"b":"\\""}"""  # noqa: RUF001
+BITS = st.sampled_from([*WORDS.split(), "\n```json\n{"])
 NOISE = st.lists(BITS | PLAIN, max_size=8).map("".join)
 ARGUMENTS = st.fixed_dictionaries(
     {"city": st.text(st.sampled_from('aé家 "\\{}[]\n,'), min_size=1, max_size=8).filter(lambda t: t == t.strip("\n"))},

@@ -6,11 +6,15 @@ the engine misbehave:
     !reject  it is refused when it is added          !die     the core process is killed in the second step
     !fail    it ends with an error in its second step  !raise   the second step raises
     !hold    text comes a step later than tokens      !broken  adding it raises something unforeseen
+
+A chat in which the user or a tool says "!say TEXT" is answered by TEXT, the last of them.
 """
 
 from __future__ import annotations
 
+import codecs
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable
@@ -39,6 +43,9 @@ NUM_SPEC_TOKENS = 4
 SPEC_METHODS = ("suffix", "ngram")
 
 
+SAY = re.compile(r"!say (.*?)\|(?:user|tool)\n", re.DOTALL)
+
+
 def letter(position: int) -> int:
     return ord("a") + position % 26
 
@@ -54,12 +61,18 @@ class FakeRequest:
     num_steps: int = 0
     num_tokens: int = 0
     held: str = ""
+    said: bytes | None = None  # the answer; None: the alphabet
+    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     spec: SpecStats = field(default_factory=lambda: SpecStats(num_spec_tokens=NUM_SPEC_TOKENS))
 
     @property
     def limit(self) -> int:
         room = MAX_MODEL_LEN - len(self.new.prompt_token_ids)
-        return min(self.new.params.max_tokens or room, room)
+        return min(self.new.params.max_tokens or room, room, room if self.said is None else len(self.said))
+
+    def next_tokens(self, count: int) -> list[int]:
+        start = self.num_tokens
+        return list(self.said[start : start + count]) if self.said else [letter(start + i) for i in range(count)]
 
 
 class FakeEngine:
@@ -87,7 +100,8 @@ class FakeEngine:
             raise RequestError("the engine does not like this prompt", "prompt")
         if script.startswith("!broken"):
             raise KeyError("/some/path")
-        self._requests[new.request_id] = FakeRequest(new, script)
+        said = SAY.findall(bytes(new.prompt_token_ids).decode("utf-8", "replace"))
+        self._requests[new.request_id] = FakeRequest(new, script, said=said[-1].encode() if said else None)
         self._stats.prompt_tokens += len(new.prompt_token_ids)
         self._stats.prefix_cache_queries += len(new.prompt_token_ids)
 
@@ -132,13 +146,13 @@ class FakeEngine:
         drafted = NUM_SPEC_TOKENS if self._speculation and request.num_steps > 1 else 0
         self._stats.num_rows += 1 + drafted if request.num_steps > 1 else len(request.new.prompt_token_ids)
         count = min(self._burst, request.limit - request.num_tokens)
-        tokens = [letter(request.num_tokens + i) for i in range(count)]
+        tokens = request.next_tokens(count)
         request.num_tokens += count
         self._stats.generation_tokens += count
         if self._speculation and request.num_steps > 1:
             request.spec.observe(NUM_SPEC_TOKENS, count - 1)
             self._stats.spec.observe(NUM_SPEC_TOKENS, count - 1)
-        output = RequestOutput(request.new.request_id, tokens, bytes(tokens).decode("latin-1"))
+        output = RequestOutput(request.new.request_id, tokens, request.decoder.decode(bytes(tokens)))
         output.drafted = [True] * (count - 1) + [False]
         if request.new.params.logprobs is not None:
             output.logprobs = [_logprobs(token, request.new.params.logprobs) for token in tokens]
@@ -160,7 +174,8 @@ class FakeEngine:
     def _finish(self, request: FakeRequest, output: RequestOutput) -> None:
         del self._requests[request.new.request_id]
         output.text += request.held
-        output.finish_reason = FinishReason.LENGTH
+        whole = request.said is not None and request.num_tokens == len(request.said)
+        output.finish_reason = FinishReason.STOP if whole else FinishReason.LENGTH
         spec = request.spec.as_dict(detailed=True) if self._speculation else None
         output.metrics = RequestMetrics(0.001, 0.002, 0.003, 0, spec)
 
@@ -179,11 +194,18 @@ def fake_factory(*, step_s: float = 0.002, burst: int = 3, speculation: bool = T
     return partial(make_fake_engine, step_s=step_s, burst=burst, speculation=speculation)
 
 
+def _written(message: dict[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    thoughts = [message["reasoning"]] if "reasoning" in message else []
+    return "".join([*thoughts, message["content"] or "", *(f"{c['name']}{c['arguments']}" for c in calls)])
+
+
 class ByteTokenizer:
     """A token a byte, no special tokens."""
 
     vocab_size = VOCAB_SIZE
     max_token_bytes = 1
+    template_words = frozenset({"tools", "refuse", "enable_thinking"})
 
     def __init__(self, *, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template
@@ -204,7 +226,9 @@ class ByteTokenizer:
     ) -> list[int]:
         if kwargs.get("refuse"):
             raise RequestError("the chat template refused: " + str(kwargs["refuse"]))
-        text = "".join(f"{m['content']}|{m['role']}\n" for m in messages)
+        text = "".join(f"{_written(m)}|{m['role']}\n" for m in messages)
+        if kwargs.get("tools"):
+            text = "+".join(tool["function"]["name"] for tool in kwargs["tools"]) + "|tools\n" + text
         return self.encode(text + ("assistant:" if add_generation_prompt else ""))
 
     def token_text(self, token_id: int) -> str:
@@ -212,3 +236,6 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
+
+    def is_special(self, token_id: int) -> bool:
+        return False

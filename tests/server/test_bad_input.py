@@ -11,6 +11,7 @@ import pytest
 from tests.server.fake_engine import MAX_MODEL_LEN, VOCAB_SIZE
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def refused(http: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
@@ -124,7 +125,6 @@ NOT_SERVED = [
     ("structured_outputs", {"regex": "a+"}),
     ("guided_json", {}),
     ("use_beam_search", True),
-    ("echo", True),
     ("truncate_prompt_tokens", 4),
     ("priority", 1),
     ("vllm_xargs", {"a": 1}),
@@ -142,10 +142,8 @@ def test_what_completions_do_not_serve_yet_is_refused_by_name(http: httpx.Client
     ("field", "value"),
     [
         *NOT_SERVED,
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
+        ("echo", True),
         ("functions", [{}]),
-        ("reasoning_effort", "high"),
         ("modalities", ["text", "audio"]),
         ("documents", [{"a": "b"}]),
         ("chat_template", "{{ messages }}"),
@@ -213,6 +211,10 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(
     assert nearest is None or repr(nearest) in error["message"]
 
 
+def call_message(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -228,8 +230,15 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(
         ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": "hi"}, {"role": "tool", "content": "x"}], "messages[1].role"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "hi"}, {"role": "tool", "content": 5}], "messages[1].content"),
+        ([{"role": "user", "content": "hi"}, {"role": "function", "content": "x"}], "messages[1].role"),
+        ([{"role": "user", "content": "hi", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": 1}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        ([call_message("not JSON")], "messages[0].tool_calls[0]"),
+        ([call_message("[1]")], "messages[0].tool_calls[0]"),
+        ([{"role": "assistant"}], "messages[0].content"),
+        ([{"role": "assistant", "content": "hi", "reasoning": 1}], "messages[0].reasoning"),
         ([{"role": "user", "content": "hi", "nmae": "x"}], "messages[0].nmae"),
         ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
     ],
@@ -252,6 +261,18 @@ def test_a_wrong_message_is_named(http: httpx.Client, messages: Any, param: str)
         ({"stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"messages": None}, "messages"),
+        ({"chat_template_kwargs": {"nobody": 1}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "nmae": 1}}]}, "tools[0].function.nmae"),
+        ({"tools": TOOLS * 2}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"stream_interval": 0}, "stream_interval"),
     ],
 )
 def test_a_wrong_chat_field_is_named(http: httpx.Client, fields: dict[str, Any], param: str) -> None:

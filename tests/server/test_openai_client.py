@@ -98,7 +98,7 @@ def test_errors_arrive_as_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(model="fake", prompt="a", temperature=-1)
     assert caught.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError, match="tools"):
+    with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice"):
         client.chat.completions.create(
             model="fake",
             messages=[{"role": "user", "content": "hello"}],

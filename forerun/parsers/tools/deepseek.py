@@ -19,7 +19,7 @@ FENCE, FENCE_END = "```json", "```"
 class DeepSeek:
     """Both forms are read; `fenced` says which one a grammar makes the model write."""
 
-    keeps_special_tokens = True
+    tags = (CALLS, CALL, SEPARATOR)
 
     def __init__(self, *, fenced: bool) -> None:
         self._fenced = fenced

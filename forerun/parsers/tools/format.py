@@ -20,10 +20,11 @@ class ToolFormat(Protocol):
     """How a model writes calls.
 
     Attributes:
-        keeps_special_tokens: its tags are special tokens in some tokenizers, and must not be left out of the text.
+        tags: what it is recognised by; in some tokenizers special tokens, which must not be left out of its text.
     """
 
-    keeps_special_tokens: bool
+    @property
+    def tags(self) -> tuple[str, ...]: ...
 
     def read(self, reader: Reader, functions: Functions) -> Steps[None]:
         """Read on to the end of the text. What is no call is content, whatever it is: nothing is raised."""

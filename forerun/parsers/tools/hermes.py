@@ -16,7 +16,7 @@ class JsonBetweenTags:
 
     def __init__(self, start: str = "<tool_call>", end: str = "</tool_call>") -> None:
         self.start, self.end = start, end
-        self.keeps_special_tokens = True
+        self.tags = (start, end)
 
     def read(self, reader: Reader, functions: Functions) -> Steps[None]:
         while (yield from reader.until((self.start,), Content)) is not None:

@@ -17,7 +17,7 @@ class Llama3Json:
     """`{"name": ..., "parameters": {...}}`, several separated by semicolons. Without the tag, an answer that begins
     with an object is a call only if it names a function that there is: it may be the JSON that was asked for."""
 
-    keeps_special_tokens = True
+    tags = (TAG,)
 
     def read(self, reader: Reader, functions: Functions) -> Steps[None]:
         if space := (yield from reader.spaces()):

@@ -21,7 +21,7 @@ class QwenXml:
     """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`. A value is text where the
     function's schema says so or nothing, else JSON where it is any."""
 
-    keeps_special_tokens = True
+    tags = (CALL, FUNCTION)
 
     def read(self, reader: Reader, functions: Functions) -> Steps[None]:
         while (tag := (yield from reader.until((CALL, FUNCTION), Content))) is not None:
