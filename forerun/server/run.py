@@ -51,6 +51,8 @@ def serve(
             from forerun.models.tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(config.model, config.tokenizer)
+            if settings.chat_template is not None:
+                tokenizer.use_chat_template(settings.chat_template)
         return asyncio.run(_serve(sock, config, settings, web, factory, tokenizer))
 
 

@@ -26,6 +26,7 @@ class ServerSettings:
         max_messages: most messages of a conversation, parts of their contents included.
         max_text_bytes: most bytes of text to be tokenised for a request, over all its prompts or messages. A text that
             cannot be as short as max_model_len tokens is refused whatever this says.
+        chat_template: renders conversations in place of the model's own.
         reasoning_parser: how the model marks its reasoning, so that answers hold it apart; None: it does not.
         tool_call_parser: how the model writes tool calls; None: requests cannot offer tools.
         enable_auto_tool_choice: with a `tool_call_parser`, the model may choose to call tools.
@@ -48,6 +49,7 @@ class ServerSettings:
     max_prompts: int = 1024
     max_messages: int = 4096
     max_text_bytes: int = 4 * 2**20
+    chat_template: str | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     enable_auto_tool_choice: bool = False
