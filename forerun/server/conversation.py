@@ -49,9 +49,7 @@ async def chat_prompt(
     _check_kwargs(template_kwargs, tokenizer)
     _check_number(messages, limits.max_messages)
     clean = [_message(index, message, tokenizer) for index, message in enumerate(messages)]
-    # A template may write whatever it is given into the text.
-    given = [*map(_text_of, clean), _text_of(template_kwargs or ""), _text_of(tools or "")]
-    size = limits.check_sizes(tokenizer, ["".join(given)], "messages")
+    size = limits.check_sizes(tokenizer, _texts(clean, template_kwargs, tools), "messages")
 
     def apply() -> list[int]:
         return tokenizer.apply_chat_template(
@@ -97,13 +95,11 @@ def _check_kwargs(kwargs: Mapping[str, Any], tokenizer: Tokenizer) -> None:
         )
 
 
-def _text_of(given: Any) -> str:
-    """Of a message or a setting: all that a template can write of it."""
-    if isinstance(given, str):
-        return given
-    if given.keys() == {"role", "content"} if isinstance(given, dict) else False:
-        return given["content"] or ""
-    return json.dumps(given, ensure_ascii=False)
+def _texts(messages: list[dict[str, Any]], *settings: Any) -> list[str]:
+    """The contents of all messages, and whatever else a template may write into the text."""
+    others = [{key: value for key, value in message.items() if key not in ("role", "content")} for message in messages]
+    contents = "".join(message["content"] or "" for message in messages)
+    return [contents, *(json.dumps(other, ensure_ascii=False) for other in (*others, *settings) if other)]
 
 
 def _check_number(messages: list[dict[str, Any]], most: int) -> None:

@@ -35,8 +35,12 @@ RENAMED = {  # a chat's fields -> those that they come from
 }
 
 
-class ResponsesTool(FunctionDefinition):
+class _ToolType(BaseModel):
     type: Literal["function"]
+
+
+class ResponsesTool(FunctionDefinition, _ToolType):  # the type is judged first
+    pass
 
 
 class ReasoningOptions(BaseModel):

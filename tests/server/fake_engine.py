@@ -229,7 +229,8 @@ class ByteTokenizer:
         text = "".join(f"{_written(m)}|{m['role']}\n" for m in messages)
         if kwargs.get("tools"):
             text = "+".join(tool["function"]["name"] for tool in kwargs["tools"]) + "|tools\n" + text
-        return self.encode(text + ("assistant:" if add_generation_prompt else ""))
+        opening = "assistant:" if kwargs.get("enable_thinking", True) else "assistant:</think>"
+        return self.encode(text + (opening if add_generation_prompt else ""))
 
     def token_text(self, token_id: int) -> str:
         return bytes([token_id]).decode("utf-8", "replace")
