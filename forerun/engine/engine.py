@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from forerun.engine.config import EngineConfig
 from forerun.engine.messages import EngineInfo, EngineStats, NewRequest, RequestOutput, StepOutput
@@ -15,6 +15,8 @@ from forerun.engine.scheduler import Scheduler
 from forerun.errors import RequestError
 from forerun.models.tokenizer import Tokenizer
 from forerun.request import Request
+from forerun.sampling.logprobs import add_logprobs
+from forerun.sampling.processors import LogitsProcessor, LogitsProcessors
 from forerun.spec.control import Control
 from forerun.spec.proposer import DraftInputs, Proposer
 from forerun.spec.stats import SpecCounters
@@ -58,6 +60,7 @@ class Engine:
         control: Control,
         tokenizer: Tokenizer,
         info: EngineInfo,
+        processors: Sequence[LogitsProcessor] = (),
         eos_token_ids: Iterable[int] = (),
     ) -> None:
         self.runner = runner
@@ -65,6 +68,7 @@ class Engine:
         self.proposer = proposer
         self.verifier = verifier
         self.control = control
+        self.processors = LogitsProcessors(processors)
         self.outputs = OutputProcessor(tokenizer)
         self._info = info
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -88,13 +92,19 @@ class Engine:
                 draft = self.proposer.propose(DraftInputs(grant.requests), grant)
             plan = self.scheduler.schedule(draft)
             result = self.runner.forward(plan)
-            verdict = self.verifier.verify(plan.draft, result.logits, plan.sampling)
+            logits = self.processors.apply(plan, result.logits)
+            verdict = self.verifier.verify(plan.draft, logits, plan.sampling)
             self.outputs.judge(plan, verdict)
+            add_logprobs(verdict, result.logits, plan.sampling)
+            self.processors.accept(plan, verdict)
             self.runner.keep(plan, verdict)
             with self._clock.draft:
                 self.proposer.observe(plan, verdict, result.hidden)
             self.scheduler.commit(plan, verdict)
             outputs = self.outputs.collect(plan, verdict)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
         self._count(plan, verdict, outputs)
         return StepOutput(outputs, self.stats())
 
@@ -103,13 +113,14 @@ class Engine:
         request = self._request(new)
         if self.outputs.holds(request.request_id):
             raise RequestError(f"request id {request.request_id!r} is in use: choose another one", "request_id")
+        self.processors.start(request)
         self.outputs.start(request)
         self.scheduler.add(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Stop requests and free their blocks at once; unknown ids are ignored."""
         for request in self.scheduler.abort(request_ids):
-            self.outputs.forget(request.request_id)
+            self._forget(request.request_id)
 
     @property
     def has_work(self) -> bool:
@@ -132,6 +143,11 @@ class Engine:
         stats.spec, stats.spec_by_proposer = self._spec.totals, self._spec.by_proposer
         stats.proposer_bytes = self.proposer.state_bytes
         return stats
+
+    def _forget(self, request_id: str) -> None:
+        """A request ended: what is kept for it outside of the scheduler goes."""
+        self.processors.forget(request_id)
+        self.outputs.forget(request_id)
 
     def _count(self, plan: Plan, verdict: Verdict, outputs: list[RequestOutput]) -> None:
         self._spec.observe(plan, verdict)

@@ -46,8 +46,6 @@ class OutputProcessor:
         kept = judgement.num_tokens
         verdict.token_ids = verdict.token_ids[:kept]
         verdict.accepted = verdict.accepted[:kept]
-        if verdict.logprobs is not None:
-            verdict.logprobs = verdict.logprobs[:kept]
         verdict.text = judgement.text
         verdict.finish_reason = judgement.finish_reason or verdict.finish_reason
         verdict.stop_reason = judgement.stop_reason
@@ -69,7 +67,6 @@ class OutputProcessor:
         if verdict.finish_reason is FinishReason.ERROR:
             output.error = "the model gave numbers that are not finite: its weights or the prompt overflow"
         if verdict.finish_reason is not None:
-            self.forget(request.request_id)
             output.metrics = _metrics(request)
         return output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from forerun.request import Request
@@ -35,17 +36,18 @@ class ScheduledRequest:
         return self.num_tokens + len(self.draft)
 
 
-@dataclass(slots=True)
+@dataclass
 class Plan:
-    """One target pass: which tokens of which request. Rows are laid out in the order of `scheduled`."""
+    """One target pass: which tokens of which request. Rows are laid out in the order of `scheduled`, which does not
+    change once the plan is made: what follows from it is worked out once."""
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return sum(s.num_rows for s in self.scheduled)
 
-    @property
+    @cached_property
     def logit_rows(self) -> list[int]:
         """The rows of the pass that get logits: the last known token's and the drafts', request by request."""
         rows: list[int] = []
@@ -56,12 +58,12 @@ class Plan:
             first += s.num_rows
         return rows
 
-    @property
+    @cached_property
     def draft(self) -> Draft:
         """The drafts that are really verified, cut to the budget."""
         return Draft({s.request.request_id: s.draft for s in self.scheduled if s.samples and s.draft.tokens})
 
-    @property
+    @cached_property
     def sampling(self) -> list[SamplingRows]:
         rows: list[SamplingRows] = []
         first = 0

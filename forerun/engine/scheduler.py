@@ -122,14 +122,16 @@ class Scheduler:
         """
         self._preempted = False
         for request in self.decoding:
-            if request in self.running:  # not preempted meanwhile
+            if self._blocks_missing(request, request.num_tokens) and request in self.running:  # not preempted meanwhile
                 self._make_room(request, request.num_tokens)
         decoding = self.decoding
         budget = self._draft_budget(len(decoding))
         grant = Grant()
         for request in decoding:
-            room = self._room(request) + self.target.num_available * self.block_size
-            length = min(lengths.get(request.request_id, 0), request.remaining_tokens - 1, budget, room)
+            length = min(lengths.get(request.request_id, 0), request.remaining_tokens - 1, budget)
+            if length <= 0:
+                continue
+            length = min(length, self._room(request) + self.target.num_available * self.block_size)
             if length > 0 and self._reserve_scratch(request, length):
                 grant.requests.append(request)
                 grant.lengths[request.request_id] = length
@@ -146,9 +148,10 @@ class Scheduler:
         plan = Plan()
         budget = self.max_num_batched_tokens
         decoding = self.decoding
-        for request in self.running:
-            for place, cache in enumerate(request.caches):
-                cache.num_tokens = draft.filled.get((place, request.request_id), cache.num_tokens)
+        if draft.filled:
+            for request in self.running:
+                for place, cache in enumerate(request.caches):
+                    cache.num_tokens = draft.filled.get((place, request.request_id), cache.num_tokens)
         prefilling = [r for r in self.running if r.num_computed_tokens < r.num_tokens - 1]
         for request, request_draft in self._fit_drafts(decoding[:budget], draft):
             plan.scheduled.append(
@@ -163,7 +166,8 @@ class Scheduler:
             if not self._admit(request):
                 break
             budget -= self._schedule_chunk(plan, request, budget)
-        plan.scheduled = [s for s in plan.scheduled if s.request in self.running]
+        if self._preempted:
+            plan.scheduled = [s for s in plan.scheduled if s.request in self.running]
         return plan
 
     def commit(self, plan: Plan, verdict: Verdict) -> None:
@@ -236,17 +240,18 @@ class Scheduler:
         return [(r, d.cut(self._look_ahead(r, n))) for r, d, n in zip(decoding, drafts, shares, strict=True)]
 
     def _look_ahead(self, request: Request, wanted: int) -> int:
-        missing = self._blocks_missing(request, request.num_tokens + wanted)
-        blocks = self.target.allocate(min(missing, self.target.num_available))
-        request.caches[0].blocks.extend(blocks or [])
+        if missing := self._blocks_missing(request, request.num_tokens + wanted):
+            blocks = self.target.allocate(min(missing, self.target.num_available))
+            request.caches[0].blocks.extend(blocks or [])
         return min(wanted, self._room(request))
 
     def _trim(self, request: Request) -> None:
         """Give back the blocks that only a rejected draft needed."""
         for group, cache in zip(self.pool.groups, request.caches, strict=True):
             needed = -(-cache.num_tokens // self.block_size)
-            group.free(cache.blocks[needed:])
-            del cache.blocks[needed:]
+            if needed < len(cache.blocks):
+                group.free(cache.blocks[needed:])
+                del cache.blocks[needed:]
 
     def _reserve_for_proposers(self, request: Request, length: int) -> None:
         """Blocks for the request's known tokens and its draft in each proposer's group, all of them or none."""

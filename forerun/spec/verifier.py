@@ -36,9 +36,9 @@ class RequestVerdict:
         accepted: indices of the accepted nodes in the request's draft, root to leaf.
         token_ids: the accepted tokens and the one that follows them; the one is missing where the target gave numbers
             that are not finite, and `finish_reason` is ERROR then.
-        logprobs: one entry a token where asked for.
         num_drafted: drafted tokens that were verified.
         finish_reason, stop_reason, text: filled where the tokens are turned into text and judged for stops.
+        logprobs: one entry a token where asked for; filled afterwards, from the raw logits.
     """
 
     accepted: list[int]
@@ -69,7 +69,8 @@ class Verifier(Protocol):
 
         Args:
             draft: the drafts whose rows were computed.
-            target_logits: [R, V] float32; for each request of `sampling` its root row and then a row a drafted token.
+            target_logits: [R, V] float32, as the logits processors left them; for each request of `sampling` its root
+                row and then a row a drafted token.
             sampling: parameters, seeds and output positions of the same rows.
         """
         ...

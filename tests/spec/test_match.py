@@ -14,7 +14,9 @@ from torch import Tensor
 from forerun.request import SamplingParams
 from forerun.sampling.batch import SamplingRows
 from forerun.sampling.distribution import processed_logprobs
+from forerun.sampling.logprobs import add_logprobs
 from forerun.spec.proposer import Draft, RequestDraft
+from forerun.spec.verifier import RequestVerdict
 from forerun.spec.verifiers.match import MatchVerifier
 
 V = 3
@@ -98,16 +100,23 @@ def test_path_is_that_of_plain_decoding(draft: RequestDraft, seed: int, position
     """With real noise: each emitted token is what an empty draft would have drawn at that output position."""
     logits = torch.randn(len(draft) + 1, V, generator=torch.Generator().manual_seed(seed % 1000))
     rows = SamplingRows("r", params, seed, 0, 0, len(draft) + 1, position)
-    verdict = MatchVerifier().verify(Draft({"r": draft}), logits, [rows]).by_request["r"]
+    verdict = verify(Draft({"r": draft}), logits, rows)
     node = -1
     for depth, token in enumerate(verdict.token_ids):
         plain = SamplingRows("r", params, seed, 0, 0, 1, position + depth)
-        alone = MatchVerifier().verify(Draft(), logits[node + 1 : node + 2], [plain]).by_request["r"]
+        alone = verify(Draft(), logits[node + 1 : node + 2], plain)
         assert alone.token_ids == [token]
         if params.logprobs is not None:
             assert verdict.logprobs is not None
             assert alone.logprobs == verdict.logprobs[depth : depth + 1]
         node = verdict.accepted[depth] if depth < len(verdict.accepted) else node
+
+
+def verify(draft: Draft, logits: torch.Tensor, rows: SamplingRows) -> RequestVerdict:
+    """With log-probabilities, as the engine adds them."""
+    verdict = MatchVerifier().verify(draft, logits, [rows])
+    add_logprobs(verdict, logits, [rows])
+    return verdict.by_request["r"]
 
 
 def test_rate_of_acceptance_is_the_tokens_probability() -> None:

@@ -6,14 +6,13 @@ a drafted token x is accepted with probability p(x), as often as rejection sampl
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from forerun.request import FinishReason
 from forerun.sampling.batch import SamplingBatch, SamplingRows
 from forerun.sampling.distribution import draw, most_likely, processed_logprobs
 from forerun.spec.proposer import Draft, RequestDraft
-from forerun.spec.verifier import RequestVerdict, TokenLogprobs, Verdict
+from forerun.spec.verifier import RequestVerdict, Verdict
 
 
 class MatchVerifier:
@@ -33,8 +32,6 @@ class MatchVerifier:
     ) -> RequestVerdict:
         """From the root, follow the child that holds the row's token until there is none."""
         verdict = RequestVerdict([], [], num_drafted=len(draft))
-        if rows.params.logprobs is not None:
-            verdict.logprobs = []
         node = -1
         while True:
             row = rows.first_row + 1 + node
@@ -44,8 +41,6 @@ class MatchVerifier:
                 return verdict
             token = greedy[row] if rows.params.greedy else self.next_token(logits[row], rows, position, draft, node)
             verdict.token_ids.append(token)
-            if verdict.logprobs is not None:
-                verdict.logprobs.append(token_logprobs(logits[row], token, rows.params.logprobs or 0))
             child = find_child(draft, node, token)
             if child is None:
                 return verdict
@@ -76,14 +71,3 @@ def find_child(draft: RequestDraft, node: int, token_id: int) -> int | None:
         if draft.parents[child] == node and draft.tokens[child] == token_id:
             return child
     return None
-
-
-def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probabilities of one row [V] under the raw distribution."""
-    logprobs = logits.log_softmax(dim=-1)
-    logprob = logprobs[token_id]
-    top: list[tuple[int, float]] = []
-    if num_top:
-        values, ids = torch.topk(logprobs, num_top)
-        top = list(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(token_id, float(logprob), 1 + int((logprobs > logprob).sum()), top)
