@@ -74,6 +74,10 @@ async def speculation(request: Request) -> Response:
             "num_steps": stats.num_steps,
             "step_time_s": stats.step_time_s,
             "draft_time_s": stats.draft_time_s,
+            "draft_time_s_by_proposer": stats.draft_time_by_proposer,
+            "forward_time_s": stats.forward_time_s,
+            "verify_time_s": stats.verify_time_s,
+            "not_drafted": stats.not_drafted,
             "proposer_bytes": stats.proposer_bytes,
         }
     )

@@ -34,6 +34,7 @@ from forerun.engine.messages import (
 )
 from forerun.errors import ConfigError, RequestError
 from forerun.request import FinishReason, SpecStats
+from forerun.spec.stats import NOT_DRAFTED, SpecTotals
 from forerun.spec.verifier import TokenLogprobs
 
 VOCAB_SIZE = 256
@@ -88,7 +89,9 @@ class FakeEngine:
         self._burst = burst
         self._speculation = speculation
         self._requests: dict[str, FakeRequest] = {}
-        self._stats = EngineStats(num_blocks=NUM_BLOCKS)
+        times = {"suffix": 0.0, "ngram": 0.0} if speculation else {}
+        not_drafted = dict.fromkeys(NOT_DRAFTED, 0) if speculation else {}
+        self._stats = EngineStats(num_blocks=NUM_BLOCKS, draft_time_by_proposer=times, not_drafted=not_drafted)
 
     @property
     def has_work(self) -> bool:
@@ -151,7 +154,8 @@ class FakeEngine:
         self._stats.generation_tokens += count
         if self._speculation and request.num_steps > 1:
             request.spec.observe(NUM_SPEC_TOKENS, count - 1)
-            self._stats.spec.observe(NUM_SPEC_TOKENS, count - 1)
+            for totals in (self._stats.spec, self._stats.spec_by_proposer.setdefault("ngram", SpecTotals())):
+                totals.observe(NUM_SPEC_TOKENS, count - 1)
         output = RequestOutput(request.new.request_id, tokens, request.decoder.decode(bytes(tokens)))
         output.drafted = [True] * (count - 1) + [False]
         if request.new.params.logprobs is not None:

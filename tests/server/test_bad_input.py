@@ -347,6 +347,12 @@ def test_unknown_paths_and_methods_have_the_same_error_form(http: httpx.Client) 
         assert response.json()["error"]["code"] == status
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/audio/speech", "/v1/rerank"])
+def test_a_route_that_is_not_this_servers_business_says_so(http: httpx.Client, path: str) -> None:
+    error = refused(http, path, {"input": "hi"}, 404)
+    assert f"{path} is not served: this server generates text" in error["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("prompt", "status", "message"), [("!reject", 400, "does not like"), ("!broken", 500, "could not go on")]
