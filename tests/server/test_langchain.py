@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from forerun.server.settings import ServerSettings
@@ -34,19 +35,38 @@ def live() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(params=[False, True], ids=["chat", "responses"])
-def model(live: LiveServer, request: pytest.FixtureRequest) -> Any:
-    return langchain.ChatOpenAI(
-        model="fake", base_url=f"{live.url}/v1", api_key="none", max_retries=0, use_responses_api=request.param
-    )
+def settings(live: LiveServer, request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {
+        "model": "fake",
+        "base_url": f"{live.url}/v1",
+        "api_key": "none",
+        "max_retries": 0,
+        "use_responses_api": request.param,
+    }
 
 
-def test_a_conversation_whole_streamed_and_async(model: Any) -> None:
+@pytest.fixture
+def model(settings: dict[str, Any]) -> Iterator[Any]:
+    with httpx.Client() as client:  # its own ones are never closed
+        yield langchain.ChatOpenAI(**settings, http_client=client)
+
+
+def test_a_conversation_whole_and_streamed(model: Any) -> None:
     short = model.bind(max_tokens=9)
     answer = short.invoke([("system", "be brief"), ("user", "hello")])
     assert answer.text == answer_text(9)
     assert answer.usage_metadata["output_tokens"] == 9
     assert "".join(chunk.text for chunk in short.stream("hello")) == answer_text(9)
-    assert asyncio.run(short.ainvoke("hello")).text == answer_text(9)
+
+
+def test_a_conversation_async(settings: dict[str, Any]) -> None:
+    async def main() -> tuple[str, str]:
+        async with httpx.AsyncClient() as client:
+            short = langchain.ChatOpenAI(**settings, http_async_client=client).bind(max_tokens=9)
+            streamed = [chunk.text async for chunk in short.astream("hello")]
+            return (await short.ainvoke("hello")).text, "".join(streamed)
+
+    assert asyncio.run(main()) == (answer_text(9), answer_text(9))
 
 
 def test_a_tool_is_called_and_its_result_taken(model: Any) -> None:
