@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class ScriptedProposer:
     hidden_taps: tuple[tuple[int, bool], ...] = ()
     group = None
     state_bytes = 0
+    times_s: ClassVar[dict[str, float]] = {}
 
     def __init__(self, script: Callable[[Request, int], RequestDraft]) -> None:
         self.script = script

@@ -41,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(words: list[str]) -> int:
     """The exit code of a command that came to its end."""
-    from forerun.cli.flags import repeat_lists, usage_mistake
+    from forerun.cli.flags import repeat_lists, usage_mistake, with_config
 
     if words:
         from forerun.cli.llama_cpp import translate
         from forerun.cli.speculation import join_dotted
 
-        words = repeat_lists(join_dotted(translate(words)))
+        words = repeat_lists(join_dotted(translate(with_config(words))))
     app = build_app(words[0] if words else None)
     try:
         code = app(args=words or ["--help"], prog_name="forerun", standalone_mode=False)

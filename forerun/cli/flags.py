@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ConfigError
 
 LISTS = (
     "--api-key",
@@ -13,25 +18,52 @@ LISTS = (
     "--allowed-methods",
     "--allowed-headers",
 )
+NEGATABLE = ("--enable-prefix-caching", "--enable-prompt-tokens-details")  # on by themselves
 
 # vLLM's, by which a command line that served there is told what is missing here.
 _NAMES = """
-    --additional-config --async-scheduling
-    --attention-backend --chat-template --chat-template-content-format --compilation-config --config --cpu-offload-gb
-    --data-parallel-size --disable-custom-all-reduce --disable-fastapi-docs --distributed-executor-backend
-    --enable-auto-tool-choice --enable-chunked-prefill --enable-expert-parallel --enable-force-include-usage
-    --enable-log-requests --enable-lora --enable-prompt-tokens-details --enable-request-id-headers
-    --enable-server-load-tracking --enable-sleep-mode --enable-tokenizer-info-endpoint --enforce-eager
-    --exclude-tools-when-tool-choice-none --guided-decoding-backend
-    --hf-config-path --hf-overrides --hf-token --kv-cache-metrics --kv-transfer-config
-    --limit-mm-per-prompt --load-format --logprobs-mode --lora-modules --max-logprobs
-    --max-lora-rank --max-loras --max-num-partial-prefills --middleware --model --model-impl --num-gpu-blocks-override
-    --optimization-level --override-generation-config --pipeline-parallel-size --prefix-caching-hash-algo
-    --reasoning-parser-plugin --response-role --return-tokens-as-token-ids
-    --revision --runner --scheduling-policy --skip-tokenizer-init --enable-ssl-refresh
-    --stream-interval --structured-outputs-config --swap-space --task --tensor-parallel-size --tokenizer-mode
-    --tokenizer-revision --tool-call-parser --tool-parser-plugin --tool-server --trust-remote-code
-    -O -cc -dp -pp -q -tp
+    --additional-config --aggregate-engine-logging --all2all-backend --allow-deprecated-quantization
+    --allowed-local-media-path --allowed-media-domains 
+    --api-server-count --async-scheduling --attention-backend --attention-config --calculate-kv-scales
+    --chat-template-content-format --code-revision --collect-detailed-traces --compilation-config --config-format
+    --convert --cp-kv-cache-interleave-size --cpu-offload-gb --cudagraph-capture-sizes --custom-histogram-buckets
+    --data-parallel-address --data-parallel-backend --data-parallel-external-lb --data-parallel-hybrid-lb
+    --data-parallel-rank --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local
+    --data-parallel-start-rank --dbo-decode-token-threshold --dbo-prefill-token-threshold
+    --dcp-kv-cache-interleave-size --decode-context-parallel-size --default-chat-template-kwargs --default-mm-loras
+    --disable-access-log-for-endpoints --disable-cascade-attn --disable-chunked-mm-input --disable-custom-all-reduce
+    --disable-fastapi-docs --disable-frontend-multiprocessing --disable-hybrid-kv-cache-manager --disable-log-requests
+    --disable-nccl-for-dp-synchronization --disable-sliding-window --distributed-executor-backend --download-dir
+    --ec-transfer-config --enable-chunked-prefill --enable-dbo --enable-elastic-ep --enable-ep-weight-filter
+    --enable-eplb --enable-expert-parallel --enable-flashinfer-autotune --enable-layerwise-nvtx-tracing
+    --enable-log-deltas --enable-log-outputs --enable-log-requests --enable-logging-iteration-details --enable-lora
+    --enable-lora-bias --enable-mfu-metrics --enable-mm-embeds --enable-offline-docs --enable-prompt-embeds
+    --enable-request-id-headers --enable-return-routed-experts --enable-scale-out --enable-server-load-tracking
+    --enable-sleep-mode --enable-ssl-refresh --enable-tokenizer-info-endpoint --enable-tower-connector-lora
+    --enforce-eager --eplb-config --expert-placement-strategy --fully-sharded-loras 
+    --guided-decoding-backend --h11-max-header-count --h11-max-incomplete-event-size --headless --hf-config-path
+    --hf-overrides --hf-token --ignore-patterns --interleave-mm-strings --io-processor-plugin --kernel-config
+    --kv-cache-metrics --kv-cache-metrics-sample --kv-events-config --kv-offloading-backend --kv-offloading-size
+    --kv-sharing-fast-prefill --kv-transfer-config --language-model-only --limit-mm-per-prompt --load-format
+    --log-config-file --log-error-stack --logits-processor-pattern --logprobs-mode
+    --long-prefill-token-threshold --lora-dtype --lora-modules --lora-target-modules --mamba-block-size
+    --mamba-cache-dtype --mamba-cache-mode --mamba-ssm-cache-dtype --master-addr --master-port --max-cpu-loras
+    --max-cudagraph-capture-size --max-log-len --max-logprobs --max-long-partial-prefills --max-lora-rank --max-loras
+    --max-num-partial-prefills --max-parallel-loading-workers --media-io-kwargs --middleware --mm-encoder-attn-backend
+    --mm-encoder-only --mm-encoder-tp-mode --mm-processor-cache-gb --mm-processor-cache-type --mm-processor-kwargs
+    --mm-shm-cache-max-object-size-mb --model --model-impl --model-loader-extra-config --moe-backend --nnodes
+    --no-async-scheduling --no-enable-chunked-prefill --node-rank --num-gpu-blocks-override --num-lookahead-slots
+    --offload-backend --optimization-level --otlp-traces-endpoint --override-attention-dtype
+    --override-generation-config --performance-mode --pipeline-parallel-size --pooler-config
+    --prefill-context-parallel-size --prefix-caching-hash-algo --profiler-config --pt-load-map-location
+    --ray-workers-use-nsight --reasoning-config --reasoning-parser-plugin --renderer-num-workers --response-role
+    --revision --runner --safetensors-load-strategy --scheduler-cls --scheduler-reserve-full-isl --scheduling-policy
+    --show-hidden-metrics-for-version --skip-mm-profiling --skip-tokenizer-init --specialize-active-lora
+    --stream-output
+    --structured-outputs-config --swap-space --task --tensor-parallel-size --tokenizer-mode --tokenizer-revision
+    --tokens-only --tool-parser-plugin --tool-server --trust-remote-code --trust-request-chat-template 
+    --ubatch-size --use-tqdm-on-load --video-pruning-rate --weight-transfer-config --worker-cls --worker-extension-cls
+    -O -asc -cc -dcp -dp -dpa -dpb -dpl -dpn -dpr -ep -n -pcp -pp -q -r -tp
 """
 NOT_SERVED = frozenset(_NAMES.split())
 
@@ -55,6 +87,69 @@ def repeat_lists(words: Sequence[str]) -> list[str]:
                 repeated.append(flag)
         repeated.append(word)
     return repeated
+
+
+def with_config(words: Sequence[str]) -> list[str]:
+    """`serve` with the flags of `--config FILE` in front of its own, which win. The file is YAML, as vLLM's: names of
+    flags without the dashes, true for a switch, a list for several values, an object for JSON; `model` is the model.
+
+    Raises:
+        ConfigError: no such file, or it is something else.
+    """
+    if not words or words[0] != "serve":
+        return list(words)
+    own, path = _take_option(words, "--config")
+    if path is None:
+        return own
+    given = {word.partition("=")[0] for word in own if word.startswith("--")}
+    settings = _read_yaml(path)
+    model = settings.pop("model", None)
+    flags: list[str] = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if not given & {flag, f"--no-{name.replace('_', '-')}"}:
+            flags += _as_words(path, flag, value)
+    has_model = len(own) > 1 and not own[1].startswith("-")
+    models = own[1:2] if has_model else [] if model is None else [str(model)]
+    return ["serve", *models, *flags, *own[1 + has_model :]]
+
+
+def _take_option(words: Sequence[str], name: str) -> tuple[list[str], str | None]:
+    """The words without an option, and its value."""
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag != name:
+            continue
+        if equals:
+            return [*words[:place], *words[place + 1 :]], value
+        if place + 1 == len(words):
+            raise ConfigError(f"{name} needs the name of a file")
+        return [*words[:place], *words[place + 2 :]], words[place + 1]
+    return list(words), None
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--config {path} is no YAML: {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"--config {path} must hold names of flags with their values, one a line")
+    return content
+
+
+def _as_words(path: str, flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag.removeprefix('--')}"] if value or flag in NEGATABLE else []
+    if isinstance(value, list):
+        return [word for item in value for word in (flag, str(item))]
+    if value is None:
+        raise ConfigError(f"--config {path}: {flag.removeprefix('--')} has no value")
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
 def usage_mistake(error: Exception, words: Sequence[str]) -> str | None:

@@ -25,6 +25,7 @@ from forerun.cli.speculation import (
 from forerun.engine.config import EngineConfig
 from forerun.engine.core import log_to_stderr
 from forerun.errors import ConfigError
+from forerun.parsers.tools import TOOL_FORMATS
 from forerun.server.settings import ServerSettings, SpecDecodeMetrics, WebSettings
 
 logger = logging.getLogger("forerun.cli")
@@ -94,6 +95,7 @@ def _panel(title: str) -> Callable[..., Any]:
 
 
 _engine, _web, _log = _panel("Engine"), _panel("Web server"), _panel("Logs and metrics")
+_chat = _panel("Conversations")
 
 # fmt: off
 
@@ -133,12 +135,32 @@ def serve(
         "Share of the GPU's memory that the engine may fill; if not given, 0.92.")] = None,
     num_threads: Annotated[int | None, _engine("Threads of the CPU's kernels; if not given, PyTorch's choice.")] = None,
     reasoning_parser: Annotated[str | None, _engine(
-        "The tags around the model's reasoning: a name, or tags:START,END.", metavar="NAME")] = None,
+        "How the model marks its reasoning: qwen3, deepseek_r1, or tags:START,END.", metavar="NAME")] = None,
     logits_processors: Annotated[list[str] | None, _engine(
         "Classes of yours that change logits: A [B ...], see docs/sampling.md.", metavar="MODULE:CLASS")] = None,
     generation_config: Annotated[str, _engine(
         "Sampling values where a request gives none: auto (the model's), vllm (none) or a directory.")] = "auto",
     seed: Annotated[int | None, _engine("Makes the seeds repeatable that requests without one get.")] = None,
+    config: Annotated[str | None, _engine(
+        "A YAML file of flags without their dashes; those of the command line win.", metavar="FILE")] = None,
+    chat_template: Annotated[str | None, _chat(
+        "A Jinja template, or a file that holds one; if not given, the model's.", metavar="FILE")] = None,
+    tool_call_parser: Annotated[str | None, _chat(
+        f"How the model writes tool calls: {', '.join(TOOL_FORMATS)}, or tags:START,END.", metavar="NAME")] = None,
+    enable_auto_tool_choice: Annotated[bool, _chat(
+        "The model may call the tools of a request.", "--enable-auto-tool-choice")] = False,
+    exclude_tools_when_tool_choice_none: Annotated[bool, _chat(
+        "Tools that must not be called are not shown.", "--exclude-tools-when-tool-choice-none")] = False,
+    max_stored_responses: Annotated[str, _chat(
+        "Memory for responses that others go on from; 0: none are kept.", metavar="BYTES")] = "64MiB",
+    return_tokens_as_token_ids: Annotated[bool, _chat(
+        "Log-probabilities name tokens by their ids.", "--return-tokens-as-token-ids")] = False,
+    stream_interval: Annotated[int, _chat("Tokens that a chunk of a stream waits for, after the first.")] = 1,
+    enable_force_include_usage: Annotated[bool, _chat(
+        "Every stream ends with its usage.", "--enable-force-include-usage")] = False,
+    enable_prompt_tokens_details: Annotated[bool, _chat(
+        "A usage says how many of the prompt's tokens were cached.",
+        "--enable-prompt-tokens-details/--no-enable-prompt-tokens-details")] = True,
     host: Annotated[str, _web("Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, _web("Port to listen on; 0: any free one.")] = 8000,
     api_key: Annotated[list[str] | None, _web(
@@ -194,7 +216,7 @@ def serve(
         num_speculative_tokens=num_speculative_tokens,
         notes=spec_note,
     )
-    config = EngineConfig(
+    engine = EngineConfig(
         model=target,
         tokenizer=tokenizer,
         speculative_config=spec,
@@ -218,6 +240,7 @@ def serve(
         generation_config=generation_config,
         seed=seed,
     )
+    stored = None if max_stored_responses == "0" else parse_bytes("--max-stored-responses", max_stored_responses)
     settings = ServerSettings(
         model=model,
         served_model_names=tuple(served_model_name or ()),
@@ -231,6 +254,16 @@ def serve(
         max_prompts=max_prompts,
         max_messages=max_messages,
         max_text_bytes=parse_bytes("--max-text-size", max_text_size) or 0,
+        reasoning_parser=reasoning_parser,
+        tool_call_parser=tool_call_parser,
+        enable_auto_tool_choice=enable_auto_tool_choice,
+        exclude_tools_when_tool_choice_none=exclude_tools_when_tool_choice_none,
+        max_stored_response_bytes=stored or 0,
+        return_tokens_as_token_ids=return_tokens_as_token_ids,
+        stream_interval=stream_interval,
+        enable_force_include_usage=enable_force_include_usage,
+        enable_prompt_tokens_details=enable_prompt_tokens_details,
+        chat_template=read_template(chat_template),
         enable_per_request_metrics=enable_per_request_metrics,
         per_request_spec_decode_metrics=per_request_spec_decode_metrics,
         log_stats=not disable_log_stats,
@@ -258,7 +291,21 @@ def serve(
     log_to_stderr("server")
     for note in notes:
         logger.warning("%s", note)
-    raise typer.Exit(run(config, settings, web))
+    raise typer.Exit(run(engine, settings, web))
+
+
+def read_template(given: str | None) -> str | None:
+    """`--chat-template`: what the file holds, or the template itself.
+
+    Raises:
+        ConfigError: no such file, and no template either.
+    """
+    if given is None or any(mark in given for mark in ("{{", "{%", "\n")):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {given}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
 
 
 def api_keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 
 from forerun.engine.config import EngineConfig
@@ -19,21 +18,8 @@ from forerun.sampling.logprobs import add_logprobs
 from forerun.sampling.processors import LogitsProcessor, LogitsProcessors
 from forerun.spec.control import Control
 from forerun.spec.proposer import DraftInputs, Proposer
-from forerun.spec.stats import SpecCounters
+from forerun.spec.stats import SpecCounters, Stopwatch
 from forerun.spec.verifier import Verdict, Verifier
-
-
-class Stopwatch:
-    """Adds up the time spent in its `with` blocks."""
-
-    def __init__(self) -> None:
-        self.total_s = 0.0
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.total_s += time.perf_counter() - self._started
 
 
 class StepClock:
@@ -42,6 +28,8 @@ class StepClock:
     def __init__(self) -> None:
         self.step = Stopwatch()
         self.draft = Stopwatch()  # of it, proposing and observing
+        self.forward = Stopwatch()  # of it, the target's pass
+        self.verify = Stopwatch()  # of it, judging drafts and drawing tokens
 
 
 class Engine:
@@ -87,15 +75,20 @@ class Engine:
     def step(self) -> StepOutput:
         """One pass of the target: every request in it advances by at least one token or one prompt chunk."""
         with self._clock.step:
-            grant = self.scheduler.reserve(self.control.lengths(self.scheduler.running))
+            lengths = self.control.lengths(self.scheduler.running)
+            grant = self.scheduler.reserve(lengths)
             with self._clock.draft:
                 draft = self.proposer.propose(DraftInputs(grant.requests), grant)
             plan = self.scheduler.schedule(draft)
-            result = self.runner.forward(plan)
+            if self._info.num_spec_tokens:
+                self._spec.note_missing(plan, lengths, grant, draft)
+            with self._clock.forward:
+                result = self.runner.forward(plan)
             self.outputs.note_prompts(plan, result.prompt_logprobs)
-            logits = self.processors.apply(plan, result.logits)
-            verdict = self.verifier.verify(plan.draft, logits, plan.sampling)
-            self.processors.explain(plan, logits, verdict)
+            with self._clock.verify:
+                logits = self.processors.apply(plan, result.logits)
+                verdict = self.verifier.verify(plan.draft, logits, plan.sampling)
+                self.processors.explain(plan, logits, verdict)
             self.outputs.judge(plan, verdict)
             add_logprobs(verdict, result.logits, plan.sampling)
             self.processors.accept(plan, verdict)
@@ -143,6 +136,8 @@ class Engine:
         stats.prefix_cache_queries = scheduler.prefix_cache_queries
         stats.prompt_tokens_cached = stats.prefix_cache_hits = scheduler.prefix_cache_hits
         stats.spec, stats.spec_by_proposer = self._spec.totals, self._spec.by_proposer
+        stats.not_drafted = self._spec.not_drafted if self._info.num_spec_tokens else {}
+        stats.draft_time_by_proposer = self.proposer.times_s
         stats.proposer_bytes = self.proposer.state_bytes
         return stats
 
@@ -156,7 +151,9 @@ class Engine:
         self._totals.num_steps += 1
         self._totals.num_rows += plan.num_rows
         self._totals.generation_tokens += sum(len(output.token_ids) for output in outputs)
-        self._totals.step_time_s, self._totals.draft_time_s = self._clock.step.total_s, self._clock.draft.total_s
+        clock, totals = self._clock, self._totals
+        totals.step_time_s, totals.draft_time_s = clock.step.total_s, clock.draft.total_s
+        totals.forward_time_s, totals.verify_time_s = clock.forward.total_s, clock.verify.total_s
 
     def _request(self, new: NewRequest) -> Request:
         limit, num_prompt_tokens = self._info.max_model_len, len(new.prompt_token_ids)

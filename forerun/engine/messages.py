@@ -87,7 +87,11 @@ class EngineStats(msgspec.Struct):
     num_steps: int = 0
     num_rows: int = 0  # rows through the target, drafted ones included
     step_time_s: float = 0.0
-    draft_time_s: float = 0.0  # of it, spent proposing and observing
+    draft_time_s: float = 0.0  # of it, spent proposing and observing; on a GPU all are times of the host
+    forward_time_s: float = 0.0  # of it, spent in the target's pass
+    verify_time_s: float = 0.0  # of it, spent judging drafts and drawing tokens
+    draft_time_by_proposer: dict[str, float] = {}
+    not_drafted: dict[str, int] = {}  # (request, step) pairs that decoded without a draft, by reason; see spec/stats.py
     proposer_bytes: int = 0  # state that the proposer holds now
     spec: SpecTotals = msgspec.field(default_factory=SpecTotals)
     spec_by_proposer: dict[str, SpecTotals] = {}

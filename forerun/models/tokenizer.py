@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import json
 import logging
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,6 +94,29 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)
+
+    @functools.cached_property
+    def template_words(self) -> frozenset[str]:
+        """All words of the chat template: what it does not name, it cannot take."""
+        template = self.hf.chat_template or ""
+        text = "\n".join(template.values()) if isinstance(template, dict) else template
+        return frozenset(re.findall(r"\w+", text))
+
+    def use_chat_template(self, template: str) -> None:
+        """Render conversations by this template instead of the model's own; before any is rendered.
+
+        Raises:
+            ConfigError: it is no Jinja template.
+        """
+        import jinja2
+
+        try:
+            self.hf.apply_chat_template([], chat_template=template, tokenize=False)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template is wrong in line {error.lineno}: {_one_line(error)}") from None
+        except Exception:  # of a conversation without messages it may say what it likes
+            logger.debug("the chat template takes no empty conversation", exc_info=True)
+        self.hf.chat_template = template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in the text become their ids. Other threads run meanwhile."""

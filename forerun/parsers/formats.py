@@ -47,8 +47,14 @@ def reasoning_format(name: str) -> ReasoningFormat:
     """
     if name in REASONING_FORMATS:
         return REASONING_FORMATS[name]
-    start, comma, end = name.removeprefix(TAG_PAIR).partition(",")
-    if name.startswith(TAG_PAIR) and comma and start and end and start != end and "," not in end:
-        return ReasoningFormat(name, start, end)
+    if (pair := tag_pair(name)) is not None:
+        return ReasoningFormat(name, *pair)
     known = ", ".join(REASONING_FORMATS)
     raise ConfigError(f"--reasoning-parser={name!r} is not known: use {known}, or a pair of tags, {TAG_PAIR}START,END")
+
+
+def tag_pair(name: str) -> tuple[str, str] | None:
+    """START and END of `tags:START,END`; None for any other text."""
+    start, comma, end = name.removeprefix(TAG_PAIR).partition(",")
+    valid = name.startswith(TAG_PAIR) and comma and start and end and start != end and "," not in end
+    return (start, end) if valid else None

@@ -11,11 +11,13 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from forerun.engine.client import EngineClient
-from forerun.server import errors, generate, system
+from forerun.server import absent, errors, generate, responses, system
 from forerun.server.job import JobMaker
 from forerun.server.metrics import ServerMetrics
 from forerun.server.middleware import ApiKeys, Unexpected
+from forerun.server.parsing import Parsing
 from forerun.server.prompts import Tokenizer
+from forerun.server.response_store import ResponseStore
 from forerun.server.settings import ServerSettings
 from forerun.server.state import ServerState
 from forerun.server.stats_log import StatsLog
@@ -32,9 +34,20 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     if metrics is not None:
         client.observe(metrics)
     app = FastAPI(title="forerun", version=system.package_version(), lifespan=_lifespan)
-    app.state.server = ServerState(client, tokenizer, settings, JobMaker(client.config.seed), metrics, int(time.time()))
+    app.state.server = ServerState(
+        client,
+        tokenizer,
+        settings,
+        JobMaker(client.config.seed),
+        Parsing(settings, tokenizer),
+        ResponseStore(settings.max_stored_response_bytes),
+        metrics,
+        int(time.time()),
+    )
     app.include_router(system.router)
     app.include_router(generate.router)
+    app.include_router(responses.router)
+    app.include_router(absent.router)
     errors.install(app)
     app.add_middleware(Unexpected)
     if settings.api_keys:

@@ -8,12 +8,13 @@ from typing import Any
 
 from forerun.beam import Beam, BeamSearch, BeamSearchParams
 from forerun.engine.client import EngineClient
-from forerun.engine.messages import NewRequest
+from forerun.engine.messages import NewRequest, RequestOutput
 from forerun.errors import RequestError
 from forerun.request import SamplingParams
 from forerun.server.answers import Answer
 from forerun.server.fields import shorten
 from forerun.server.models import GenerationBody
+from forerun.server.prompts import Tokenizer
 from forerun.spec.verifier import TokenLogprobs
 
 # Fields of `SamplingParams` that go with it. Nothing is drawn, so a seed changes nothing.
@@ -51,7 +52,9 @@ def beam_params(body: GenerationBody, params: SamplingParams, max_model_len: int
     )
 
 
-async def search(client: EngineClient, answer: Answer, params: BeamSearchParams) -> dict[str, Any]:
+async def search(
+    client: EngineClient, tokenizer: Tokenizer, answer: Answer, params: BeamSearchParams
+) -> dict[str, Any]:
     """Run the searches of all prompts side by side; the answer in one piece.
 
     Raises: as `EngineClient.generate_many`.
@@ -68,10 +71,12 @@ async def search(client: EngineClient, answer: Answer, params: BeamSearchParams)
                 s.extend(own)
         num_rounds += 1
     for place, s in enumerate(searches):
-        for choice, beam in zip(job.choices[place * params.beam_width :], s.best(), strict=False):
-            choice.token_ids, choice.num_tokens = beam.token_ids, len(beam.token_ids)
-            choice.finish_reason = beam.finish_reason
-            choice.text = [_text(answer, choice.request.prompt_token_ids, beam)]
+        for index, beam in enumerate(s.best(), place * params.beam_width):
+            request = job.choices[index].request
+            text = _text(tokenizer, request.prompt_token_ids, beam, job.params.skip_special_tokens)
+            answer.take(
+                index, RequestOutput(request.request_id, beam.token_ids, text, finish_reason=beam.finish_reason)
+            )
     return answer.whole()
 
 
@@ -86,8 +91,7 @@ async def _next_tokens(
     return [entries[index] for index in range(len(sequences))]
 
 
-def _text(answer: Answer, prompt: Sequence[int], beam: Beam) -> str:
+def _text(tokenizer: Tokenizer, prompt: Sequence[int], beam: Beam, skip_special_tokens: bool) -> str:
     """Of the beam's tokens, where they go on after the prompt."""
-    skips = answer.job.params.skip_special_tokens
-    before, whole = (answer.tokenizer.decode(ids, skips) for ids in (prompt, [*prompt, *beam.token_ids]))
+    before, whole = (tokenizer.decode(ids, skip_special_tokens) for ids in (prompt, [*prompt, *beam.token_ids]))
     return whole[len(before) :]

@@ -34,15 +34,12 @@ _GRAMMAR: dict[str, Neutral] = {
 }
 
 _ANSWER: dict[str, Neutral] = {
-    "return_tokens_as_token_ids": (False,),
     "return_prompt_text": (False,),
     "return_weight_versions": (False,),
-    "stream_interval": (1,),
     "session_id": (),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "store": (False,),
-    "metadata": ({},),
     "service_tier": ("auto", "default"),
 }
 
@@ -50,17 +47,12 @@ _COMPLETION_ONLY: dict[str, Neutral] = {"suffix": ("",), "prompt_embeds": ()}
 
 _CHAT_ONLY: dict[str, Neutral] = {
     "echo": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),  # nothing to choose from, since tools are refused
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "include_reasoning": (True,),
     "verbosity": (),
     "add_special_tokens": (False,),  # the template writes them
     "moderation": (),
@@ -73,13 +65,13 @@ _CHAT_ONLY: dict[str, Neutral] = {
 COMPLETION_NOT_SERVED = {**_SAMPLING, **_GRAMMAR, **_ANSWER, **_COMPLETION_ONLY}
 CHAT_NOT_SERVED = {**_SAMPLING, **_GRAMMAR, **_ANSWER, **_CHAT_ONLY}
 MESSAGE_NOT_SERVED: dict[str, Neutral] = {
-    "tool_calls": ([],),
+    "tool_calls": ([],),  # these four in messages of other roles than theirs
     "tool_call_id": (),
+    "reasoning": (),
+    "reasoning_content": (),
     "function_call": (),
     "audio": (),
     "refusal": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "annotations": ([],),
 }
 

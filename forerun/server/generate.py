@@ -11,16 +11,18 @@ from fastapi import APIRouter, Request, Response
 
 from forerun.errors import RequestError
 from forerun.request import SamplingParams
-from forerun.server.answers import Answer, ChatAnswer, CompletionAnswer
+from forerun.server.answers import Answer, CompletionAnswer
 from forerun.server.beams import beam_params, search
 from forerun.server.body import parse_body, read_body
+from forerun.server.chat import ChatAnswer, message_states, prompt_of, tools_of
 from forerun.server.errors import CLIENT_GONE, error_response, json_response
 from forerun.server.job import Job
 from forerun.server.models import ChatBody, CompletionBody, GenerationBody
 from forerun.server.openapi import describe_body
-from forerun.server.prompts import Limits, chat_prompt, check_prompt, completion_prompts, offload
+from forerun.server.parsing import MessageState
+from forerun.server.prompts import Tokenizer, check_prompt, completion_prompts, offload, prompt_texts
 from forerun.server.state import ServerState, state_of
-from forerun.server.streaming import ClientGoneError, EventStream, Outputs, unless_gone
+from forerun.server.streaming import ClientGoneError, EventStream, Outputs, paced, unless_gone
 from forerun.spec.per_request import RequestSpeculation
 
 router = APIRouter()
@@ -30,25 +32,27 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     state = state_of(request)
     body = CompletionBody.read(await read_json(request))
-    make_job = _job_maker(request, state, "cmpl", body, "prompt")
-    prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens, _limits(state, body))
-    return await _respond(request, state, CompletionAnswer(make_job(prompts), state.tokenizer, state.settings))
+    make_job = job_maker(request, state, "cmpl", body, "prompt")
+    limits = state.limits_for(body)
+    job = make_job(await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens, limits))
+    echoes = prompt_echoes(state.tokenizer, body, job) if body.echo else ()
+    return await respond(request, state, CompletionAnswer(job, state.tokenizer, state.settings, echoes))
 
 
 @router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody))
 async def chat_completions(request: Request) -> Response:
     state = state_of(request)
     body = ChatBody.read(await read_json(request))
-    make_job = _job_maker(request, state, "chatcmpl", body, "messages")
-    prompt = await chat_prompt(
-        state.tokenizer,
-        body.messages,
-        limits=_limits(state, body),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
-    )
-    return await _respond(request, state, ChatAnswer(make_job([prompt]), state.tokenizer, state.settings))
+    job, messages = await chat_job(request, state, body, "chatcmpl")
+    return await respond(request, state, ChatAnswer(state, job, messages, body))
+
+
+async def chat_job(request: Request, state: ServerState, body: ChatBody, prefix: str) -> tuple[Job, list[MessageState]]:
+    """The job of a conversation, and the messages that its choices become."""
+    tools = tools_of(state, body)
+    make_job = job_maker(request, state, prefix, body, "messages", state.parsing.skips_special_tokens(tools))
+    job = make_job([await prompt_of(state, body, tools)])
+    return job, message_states(state, job, tools)
 
 
 async def read_json(request: Request) -> dict[str, Any]:
@@ -56,8 +60,20 @@ async def read_json(request: Request) -> dict[str, Any]:
     return await offload(len(body), lambda: parse_body(body))
 
 
-def _job_maker(
-    request: Request, state: ServerState, prefix: str, body: GenerationBody, field: str
+def prompt_echoes(tokenizer: Tokenizer, body: CompletionBody, job: Job) -> list[str]:
+    """The text of each prompt: as it was given, or that of its tokens where it may have been cut."""
+    prompts = [choice.request.prompt_token_ids for choice in job.choices if choice.request.choice == 0]
+    given = body.prompt if body.truncate_prompt_tokens is None else prompts
+    return prompt_texts(tokenizer, given, prompts)
+
+
+def job_maker(
+    request: Request,
+    state: ServerState,
+    prefix: str,
+    body: GenerationBody,
+    field: str,
+    may_skip_special_tokens: bool = True,
 ) -> Callable[[Sequence[list[int]]], Job]:
     """From prompts to the job; all that can be wrong whatever the prompts are is judged before they are tokenised.
 
@@ -65,6 +81,7 @@ def _job_maker(
         field: that the prompts come from.
     """
     model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
+    params = replace(params, skip_special_tokens=params.skip_special_tokens and may_skip_special_tokens)
     name, salt = _given_id(request, body), cache_salt(request, state, body)
 
     def make(prompts: Sequence[list[int]]) -> Job:
@@ -82,12 +99,6 @@ def _checked_params(state: ServerState, body: GenerationBody) -> SamplingParams:
     params = body.sampling(state.client.info.sampling_defaults)
     params.check_vocabulary(state.vocab_size)
     return params
-
-
-def _limits(state: ServerState, body: GenerationBody) -> Limits:
-    """A prompt that is to be cut may be as long as all prompts together."""
-    limits = state.limits
-    return limits if body.truncate_prompt_tokens is None else replace(limits, max_model_len=limits.max_text_bytes)
 
 
 def _speculation(state: ServerState, body: GenerationBody) -> RequestSpeculation:
@@ -108,14 +119,18 @@ def cache_salt(request: Request, state: ServerState, body: GenerationBody) -> st
     return f"{request.state.api_key_digest}:{salt}" if state.settings.salt_by_api_key else salt
 
 
-async def _respond(request: Request, state: ServerState, answer: Answer) -> Response:
+async def respond(request: Request, state: ServerState, answer: Answer) -> Response:
     job = answer.job
     beams = beam_params(job.body, job.params, state.client.info.max_model_len)
     try:
         if beams is not None:
-            return json_response(await unless_gone(request.receive, search(state.client, answer, beams)))
+            return json_response(
+                await unless_gone(request.receive, search(state.client, state.tokenizer, answer, beams))
+            )
         outputs = state.client.generate_many(job.requests)
         if job.body.stream:
+            interval = max(job.body.stream_interval, state.settings.stream_interval)
+            outputs = paced(outputs, interval) if interval > 1 else outputs
             first = await unless_gone(request.receive, anext(outputs))
             return EventStream(answer, first, outputs)
         return json_response(await unless_gone(request.receive, _collect(answer, outputs)))
@@ -126,5 +141,5 @@ async def _respond(request: Request, state: ServerState, answer: Answer) -> Resp
 async def _collect(answer: Answer, outputs: Outputs) -> dict[str, Any]:
     async with aclosing(outputs):
         async for index, output in outputs:
-            answer.job.choices[index].keep(output)
+            answer.take(index, output)
     return answer.whole()

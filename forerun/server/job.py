@@ -73,19 +73,20 @@ class Job:
         return [choice.request for choice in self.choices]
 
     @property
-    def answers(self) -> list[Choice]:
-        """The n choices of each prompt that are given: with `best_of`, those whose tokens are most likely together."""
+    def answers(self) -> list[int]:
+        """Places of the n choices of each prompt that are given: with `best_of`, of those whose tokens are most likely
+        together."""
         made, given = self.params.num_answers, self.params.n
-        if made == given:
-            return self.choices
-        answers: list[Choice] = []
+        answers: list[int] = []
         for first in range(0, len(self.choices), made):
-            choices = self.choices[first : first + made]
-            answers += sorted(choices, key=lambda choice: -choice.cumulative_logprob)[:given]
+            places = list(range(first, first + made))
+            if made > given:
+                places = sorted(places, key=lambda place: -self.choices[place].cumulative_logprob)[:given]
+            answers += places
         return answers
 
-    def usage(self) -> dict[str, Any]:
-        """Each prompt counts once, and so do the tokens that were cached before it came."""
+    def usage(self, *, details: bool) -> dict[str, Any]:
+        """Each prompt counts once, and so do the tokens that were cached before it came, which are in the details."""
         firsts = [c for c in self.choices if c.request.choice == 0]
         prompt = sum(len(c.request.prompt_token_ids) for c in firsts)
         completion = sum(c.num_tokens for c in self.choices)
@@ -93,7 +94,7 @@ class Job:
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,
             "completion_tokens": completion,
-            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in firsts)} if details else None,
         }
 
 

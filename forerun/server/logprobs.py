@@ -12,8 +12,19 @@ from forerun.spec.verifier import TokenLogprobs
 LOWEST = -9999.0  # JSON has no infinity
 
 
+class TokenNames:
+    """What tokens are called in log-probabilities: by their text, or by their ids, which tell all of them apart."""
+
+    def __init__(self, tokenizer: Tokenizer, *, by_id: bool) -> None:
+        self.tokenizer = tokenizer
+        self._by_id = by_id
+
+    def __call__(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._by_id else self.tokenizer.token_text(token_id)
+
+
 def completion_logprobs(
-    tokenizer: Tokenizer, choice: Choice, entries: Sequence[TokenLogprobs], opening: int | None = None
+    names: TokenNames, choice: Choice, entries: Sequence[TokenLogprobs], opening: int | None = None
 ) -> dict[str, Any]:
     """Moves `choice.text_offset` past the entries' tokens.
 
@@ -21,25 +32,25 @@ def completion_logprobs(
         opening: the first token of an echoed prompt: nothing stands before it, so that it has no log-probability.
     """
     before = [] if opening is None else [opening]
-    tokens = [tokenizer.token_text(token_id) for token_id in (*before, *(entry.token_id for entry in entries))]
+    token_ids = [*before, *(entry.token_id for entry in entries)]
     nothing = [None] * len(before)
     offsets = []
-    for token in tokens:
+    for token_id in token_ids:
         offsets.append(choice.text_offset)
-        choice.text_offset += len(token)
+        choice.text_offset += len(names.tokenizer.token_text(token_id))
     return {
         "text_offset": offsets,
         "token_logprobs": [*nothing, *(_finite(entry.logprob) for entry in entries)],
-        "tokens": tokens,
-        "top_logprobs": [*nothing, *(_by_text(tokenizer, entry) for entry in entries)],
+        "tokens": [names(token_id) for token_id in token_ids],
+        "top_logprobs": [*nothing, *(_by_name(names, entry) for entry in entries)],
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
+def chat_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
     return {
         "content": [
-            _chat_token(tokenizer, entry.token_id, entry.logprob)
-            | {"top_logprobs": [_chat_token(tokenizer, i, logprob) for i, logprob in entry.top[:num_top]]}
+            _chat_token(names, entry.token_id, entry.logprob)
+            | {"top_logprobs": [_chat_token(names, i, logprob) for i, logprob in entry.top[:num_top]]}
             for entry in entries
         ]
     }
@@ -60,19 +71,19 @@ def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
     }
 
 
-def _by_text(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
+def _by_name(names: TokenNames, entry: TokenLogprobs) -> dict[str, float]:
     """The most likely tokens and the drawn one. Of two with the same text the drawn, else the likelier, stays."""
-    by_text = {tokenizer.token_text(entry.token_id): _finite(entry.logprob)}
+    by_name = {names(entry.token_id): _finite(entry.logprob)}
     for token_id, logprob in entry.top:
-        by_text.setdefault(tokenizer.token_text(token_id), _finite(logprob))
-    return by_text
+        by_name.setdefault(names(token_id), _finite(logprob))
+    return by_name
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_token(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
     return {
-        "token": tokenizer.token_text(token_id),
+        "token": names(token_id),
         "logprob": _finite(logprob),
-        "bytes": list(tokenizer.token_bytes(token_id)),
+        "bytes": list(names.tokenizer.token_bytes(token_id)),
     }
 
 

@@ -170,6 +170,7 @@ class EngineCollector(Collector):
             "vllm:num_requests_waiting_by_reason", "Requests that wait, by reason.", labels=(*LABELS, "reason")
         )
         reasons.add_metric((*self._labels, "capacity"), stats.num_requests_waiting)
+        reasons.add_metric((*self._labels, "deferred"), 0)  # nobody waits for anything else
         yield reasons
         yield self._gauge("kv_cache_usage_perc", "KV blocks held by requests, 0 to 1.", stats.kv_cache_usage)
         names, values = zip(*self._cache_config().items(), strict=True)
@@ -222,15 +223,26 @@ class EngineCollector(Collector):
         yield self._counter("num_rows", "Rows through the target, drafted included.", stats.num_rows, "forerun")
         yield self._counter("step_time_seconds", "Time in steps.", stats.step_time_s, "forerun")
         yield self._counter("draft_time_seconds", "Of it, time spent drafting.", stats.draft_time_s, "forerun")
+        yield self._counter(
+            "forward_time_seconds", "Of it, time in the target's pass.", stats.forward_time_s, "forerun"
+        )
+        yield self._counter("verify_time_seconds", "Of it, time judging drafts.", stats.verify_time_s, "forerun")
         yield self._gauge("proposer_state_bytes", "State that the proposer holds.", stats.proposer_bytes, "forerun")
-        if not stats.spec_by_proposer:
+        if stats.not_drafted:
+            text = "(request, step) pairs that decoded without a draft, by reason."
+            yield self._by("forerun:spec_decode_not_drafted", text, "reason", stats.not_drafted)
+        if stats.draft_time_by_proposer:
+            times = stats.draft_time_by_proposer
+            yield self._by("forerun:proposer_time_seconds", "Time spent drafting, by proposer.", "proposer", times)
+        if not (stats.spec_by_proposer or stats.draft_time_by_proposer):
             return
         for name, text in (
             ("num_drafts", "(request, step) pairs with a draft"),
             ("num_draft_tokens", "Drafted tokens"),
             ("num_accepted_tokens", "Accepted tokens"),
         ):
-            values = {proposer: getattr(totals, name) for proposer, totals in stats.spec_by_proposer.items()}
+            known = dict.fromkeys(stats.draft_time_by_proposer, 0)
+            values = known | {proposer: getattr(totals, name) for proposer, totals in stats.spec_by_proposer.items()}
             yield self._by(f"forerun:spec_decode_{name}", f"{text}, by proposer.", "proposer", values)
 
     def _gauge(self, name: str, text: str, value: float, family: str = "vllm") -> Metric:

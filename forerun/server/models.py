@@ -22,6 +22,7 @@ logger = logging.getLogger("forerun.server")
 
 MAX_STOP_LENGTH = 1024  # characters; how much text a stream may hold back
 MAX_STOP_TOKEN_IDS = 1024
+MAX_TOOLS = 128  # OpenAI's limit
 MAX_INT = 2**31 - 1  # larger limits mean no limit; they must fit into a message
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
@@ -109,23 +110,18 @@ class GenerationBody(Body):
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
     request_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    stream_interval: Annotated[int, Field(ge=1)] = 1  # tokens that a chunk of a stream waits for, after the first
     # Who asks, for the caller's own records. No answer depends on them.
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Name], Field(max_length=16)] = {}
 
     @property
     def echoes(self) -> bool:
         """Whether the prompt is shown before the answer."""
         return False
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """
@@ -217,7 +213,25 @@ class CompletionBody(GenerationBody):
         return self.max_tokens
 
     def num_logprobs(self) -> int | None:
+        if self.echo and self.logprobs is not None:
+            raise RequestError(
+                "echo=true with logprobs is not served yet: it asks for the log-probabilities of the prompt", "echo"
+            )
         return self.logprobs
+
+
+class FunctionDefinition(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["function"]
+    function: FunctionDefinition
 
 
 class ChatBody(GenerationBody):
@@ -233,6 +247,18 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tool_choice: Annotated[
+        Any,
+        Field(description="none, auto, required, or {type: function, function: {name}}; auto where there are tools"),
+    ] = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
+
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools as templates take them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def token_limit(self) -> int | None:
         if self.max_completion_tokens is None:
@@ -302,8 +328,8 @@ def _first_error(error: ValidationError) -> RequestError:
     name = str(first["loc"][0]) if first["loc"] else "body"
     # What follows the field is an index or a key of the user's, or the name of a member of a union.
     path = name + "".join(f"[{part}]" for part in first["loc"][1:] if isinstance(part, int))
-    if name == "stream_options" and len(first["loc"]) > 1:
-        path = f"{name}.{str(first['loc'][1])[:100]}"
+    if name in ("stream_options", "tools"):  # their keys are ours, but for one that is unknown
+        path = name + "".join(f"[{p}]" if isinstance(p, int) else f".{str(p)[:100]}" for p in first["loc"][1:])
     if first["type"] == "missing":
         return RequestError(f"{path} is missing", path)
     if first["type"] == "extra_forbidden":

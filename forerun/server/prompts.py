@@ -1,22 +1,18 @@
-"""From what a request says to token ids: the prompt forms of completions, and the messages of a chat."""
+"""From what a request says to token ids: the prompt forms of completions, and what is judged of any prompt."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from forerun.errors import RequestError
-from forerun.server.fields import MESSAGE_NOT_SERVED, served_fields, shorten
+from forerun.server.fields import shorten
 
 T = TypeVar("T")
 
 INLINE_BYTES = 4_000  # a few milliseconds of work; what has more goes to a thread, so that streams go on meanwhile
-RESERVED_KWARGS = frozenset(
-    {"self", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template"}
-)
 
 
 @dataclass(frozen=True)
@@ -65,6 +61,11 @@ class Tokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
     @property
+    def template_words(self) -> frozenset[str]:
+        """All words of the chat template: what it does not name, it cannot take."""
+        ...
+
+    @property
     def vocab_size(self) -> int: ...
     @property
     def max_token_bytes(self) -> int:
@@ -78,11 +79,13 @@ class Tokenizer(Protocol):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
+    def is_special(self, token_id: int) -> bool: ...
 
 
 async def completion_prompts(
@@ -106,6 +109,14 @@ async def completion_prompts(
     return await offload(size, lambda: [encode(part) for part in parts])
 
 
+def prompt_texts(tokenizer: Tokenizer, prompt: Any, token_ids: Sequence[list[int]]) -> list[str]:
+    """The text of each prompt: as it was given, or that of its tokens."""
+    parts = [prompt] if isinstance(prompt, str) else prompt
+    if isinstance(parts[0], str):
+        return list(parts)
+    return [tokenizer.decode(ids) for ids in token_ids]
+
+
 def _parts(prompt: Any, max_prompts: int) -> list[str | list[Any]]:
     """The prompts that a request brings; what stands in lists of token ids is not looked at."""
     if isinstance(prompt, str):
@@ -119,94 +130,6 @@ def _parts(prompt: Any, max_prompts: int) -> list[str | list[Any]]:
     if len(set(map(type, prompt))) > 1:
         raise RequestError("prompt must hold only text, only token ids or only lists of token ids", "prompt")
     return prompt
-
-
-async def chat_prompt(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    *,
-    limits: Limits,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    template_kwargs: dict[str, Any],
-) -> list[int]:
-    """Token ids of a conversation, by the model's chat template.
-
-    Raises:
-        RequestError: no template, a malformed message, more than the limits allow, or the template refuses.
-    """
-    if not tokenizer.has_chat_template:
-        raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
-    if not messages:
-        raise RequestError("messages must not be empty", "messages")
-    if continue_final_message and add_generation_prompt:
-        raise RequestError(
-            "continue_final_message=true needs add_generation_prompt=false: the last message is either gone on with or "
-            "answered",
-            "continue_final_message",
-        )
-    if taken := RESERVED_KWARGS & template_kwargs.keys():
-        raise RequestError(f"chat_template_kwargs must not hold {sorted(taken)[0]!r}", "chat_template_kwargs")
-    _check_number(messages, limits.max_messages)
-    clean = [_message(index, message) for index, message in enumerate(messages)]
-    # A template may write what it is given into the text.
-    kwargs = json.dumps(template_kwargs, ensure_ascii=False) if template_kwargs else ""
-    size = limits.check_sizes(tokenizer, ["".join([kwargs, *(message["content"] for message in clean)])], "messages")
-
-    def apply() -> list[int]:
-        return tokenizer.apply_chat_template(
-            clean,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **template_kwargs,
-        )
-
-    try:
-        return await offload(size, apply)
-    except RequestError as error:
-        raise RequestError(str(error), error.param or "messages") from None
-
-
-def _check_number(messages: list[dict[str, Any]], most: int) -> None:
-    """Text parts count as messages: a conversation of one message may hold as many."""
-    contents = (message.get("content") for message in messages)
-    number = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
-    if number > most:
-        raise RequestError(f"messages holds {number} messages and text parts, at most {most} are accepted", "messages")
-
-
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    where = f"messages[{index}]."
-    message = served_fields(message, ("role", "content", "name"), MESSAGE_NOT_SERVED, where)
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise RequestError(f"{where}role must be a name such as 'user', got {shorten(role)}", f"{where}role")
-    if role in ("tool", "function"):
-        raise RequestError(f"{where}role={role!r} is not served yet: tools are not served", f"{where}role")
-    if not isinstance(message.get("name", ""), str):
-        raise RequestError(f"{where}name must be a string", f"{where}name")
-    return message | {"content": _content(f"{where}content", message.get("content"))}
-
-
-def _content(where: str, content: Any) -> str:
-    """Text, or a list of text parts, which are joined by newlines as vLLM joins them."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise RequestError(f"{where} must be text or a list of text parts, got {shorten(content)}", where)
-    return "\n".join(_text_part(f"{where}[{index}]", part) for index, part in enumerate(content))
-
-
-def _text_part(where: str, part: Any) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise RequestError(f"{where} must be an object with a type, got {shorten(part)}", where)
-    if part["type"] != "text":
-        raise RequestError(f"{where}.type={shorten(part['type'])} is not served: this server takes text only", where)
-    if not isinstance(part.get("text"), str):
-        raise RequestError(f"{where}.text must be a string, got {shorten(part.get('text'))}", where)
-    if unknown := part.keys() - {"type", "text"}:
-        raise RequestError(f"unknown field {f'{where}.{min(unknown)[:100]}'!r}", where)
-    return str(part["text"])
 
 
 def check_prompt(token_ids: Sequence[int], field: str, vocab_size: int, max_model_len: int) -> None:

@@ -61,6 +61,8 @@ def serve(
             from forerun.models.tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(config.model, config.tokenizer)
+            if settings.chat_template is not None:
+                tokenizer.use_chat_template(settings.chat_template)
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's where it is installed
             return runner.run(_serve(sock, config, settings, web, factory, tokenizer))
 

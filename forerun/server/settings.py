@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from forerun.errors import ConfigError
+from forerun.parsers.formats import ReasoningFormat, reasoning_format
+from forerun.parsers.tools import ToolFormat, tool_format
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]
@@ -29,6 +31,16 @@ class ServerSettings:
         max_messages: most messages of a conversation, parts of their contents included.
         max_text_bytes: most bytes of text to be tokenised for a request, over all its prompts or messages. A text that
             cannot be as short as max_model_len tokens is refused whatever this says.
+        chat_template: renders conversations in place of the model's own.
+        reasoning_parser: how the model marks its reasoning, so that answers hold it apart; None: it does not.
+        tool_call_parser: how the model writes tool calls; None: requests cannot offer tools.
+        enable_auto_tool_choice: with a `tool_call_parser`, the model may choose to call tools.
+        exclude_tools_when_tool_choice_none: tools that must not be called are not shown to the model.
+        enable_force_include_usage: every stream ends with its usage, asked for or not.
+        enable_prompt_tokens_details: a usage says how many of the prompt's tokens were cached.
+        return_tokens_as_token_ids: log-probabilities name tokens by their ids, as `token_id:5`.
+        stream_interval: tokens that a chunk of a stream waits for, after the first; a request may ask for more.
+        max_stored_response_bytes: memory for responses that `/v1/responses` keeps; 0: it keeps none.
         enable_per_request_metrics: times of a request in its answer.
         per_request_spec_decode_metrics: what speculation did for a request, in its answer.
         log_stats: the periodic lines and the metrics under `vllm:` names.
@@ -47,6 +59,16 @@ class ServerSettings:
     max_prompts: int = 1024
     max_messages: int = 4096
     max_text_bytes: int = 4 * 2**20
+    chat_template: str | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    exclude_tools_when_tool_choice_none: bool = False
+    enable_force_include_usage: bool = False
+    enable_prompt_tokens_details: bool = True
+    return_tokens_as_token_ids: bool = False
+    stream_interval: int = 1
+    max_stored_response_bytes: int = 64 * 2**20
     enable_per_request_metrics: bool = False
     per_request_spec_decode_metrics: SpecDecodeMetrics = "none"
     log_stats: bool = True
@@ -55,9 +77,14 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if self.enable_per_request_metrics and not self.log_stats:
             raise ConfigError("enable_per_request_metrics cannot be combined with disable_log_stats: drop one of them")
-        for name in ("max_body_bytes", "max_prompts", "max_messages", "max_text_bytes"):
+        for name in ("max_body_bytes", "max_prompts", "max_messages", "max_text_bytes", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_stored_response_bytes < 0:
+            raise ConfigError(f"max_stored_response_bytes must be at least 0, got {self.max_stored_response_bytes}")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("enable_auto_tool_choice needs a tool_call_parser: say how the model writes tool calls")
+        _ = self.reasoning, self.tools  # the names are known
         if not self.log_stats_interval_s > 0:
             raise ConfigError(f"log_stats_interval must be above 0 seconds, got {self.log_stats_interval_s}")
         for place, key in enumerate(self.api_keys, 1):  # which one is said by its place: a key is not shown
@@ -67,6 +94,14 @@ class ServerSettings:
             raise ConfigError("salt_by_api_key needs api keys: give --api-key, --api-key-file or FORERUN_API_KEY")
         if self.allow_credentials and not self.allowed_origins:
             raise ConfigError("allow_credentials needs allowed_origins")
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        return None if self.reasoning_parser is None else reasoning_format(self.reasoning_parser)
+
+    @property
+    def tools(self) -> ToolFormat | None:
+        return None if self.tool_call_parser is None else tool_format(self.tool_call_parser)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from fastapi import Request
@@ -12,7 +12,10 @@ from forerun.errors import ModelNotFoundError
 from forerun.server.fields import shorten
 from forerun.server.job import JobMaker
 from forerun.server.metrics import ServerMetrics
+from forerun.server.models import GenerationBody
+from forerun.server.parsing import Parsing
 from forerun.server.prompts import Limits, Tokenizer
+from forerun.server.response_store import ResponseStore
 from forerun.server.settings import ServerSettings
 
 
@@ -22,6 +25,8 @@ class ServerState:
     tokenizer: Tokenizer
     settings: ServerSettings
     jobs: JobMaker
+    parsing: Parsing
+    responses: ResponseStore
     metrics: ServerMetrics | None  # None: log_stats is off
     created: int  # when the server started, seconds since 1970
 
@@ -36,6 +41,11 @@ class ServerState:
         return Limits(
             self.client.info.max_model_len, settings.max_prompts, settings.max_messages, settings.max_text_bytes
         )
+
+    def limits_for(self, body: GenerationBody) -> Limits:
+        """A prompt that is to be cut may be as long as all prompts together."""
+        limits = self.limits
+        return limits if body.truncate_prompt_tokens is None else replace(limits, max_model_len=limits.max_text_bytes)
 
     def served_name(self, asked: str | None) -> str:
         """

@@ -57,7 +57,7 @@ class StatsLog:
         logger.log(
             logging.DEBUG if self._idle_intervals >= 2 else logging.INFO, self._engine_line(stats, before, elapsed)
         )
-        self._log_speculation(stats.spec, now)
+        self._log_speculation(stats, before, now)
         self._time, self._stats = now, stats
 
     def _engine_line(self, stats: EngineStats, before: EngineStats, elapsed: float) -> str:
@@ -89,12 +89,31 @@ class StatsLog:
         queries = sum(i.queries for i in self._hits)
         return sum(i.hits for i in self._hits) / queries if queries else 0.0
 
-    def _log_speculation(self, totals: SpecTotals, now: float) -> None:
-        spec = spec_difference(totals, self._spec, self._client.info.num_spec_tokens)
+    def _log_speculation(self, stats: EngineStats, before: EngineStats, now: float) -> None:
+        spec = spec_difference(stats.spec, self._spec, self._client.info.num_spec_tokens)
         if spec.num_drafts == 0:
             return
         logger.info(spec_line(spec, now - self._spec_time))
-        self._spec, self._spec_time = totals, now
+        self._spec, self._spec_time = stats.spec, now
+        for name, totals in stats.spec_by_proposer.items():
+            own = spec_difference(totals, before.spec_by_proposer.get(name, SpecTotals()), 0)
+            times = (s.draft_time_by_proposer.get(name, 0.0) for s in (stats, before))
+            if own.num_drafts:
+                logger.info(proposer_line(name, own, next(times) - next(times)))
+
+
+def proposer_line(name: str, spec: SpecTotals, draft_time_s: float) -> str:
+    """The same of one proposer, in the form of llama.cpp's line; `num_drafts` is not 0.
+
+    Args:
+        draft_time_s: what drafting took; what verifying took cannot be told apart by proposer.
+    """
+    rate = spec.num_accepted_tokens / spec.num_draft_tokens
+    return (
+        f"draft acceptance = {rate:.5f} ({spec.num_accepted_tokens} accepted / {spec.num_draft_tokens} generated), "
+        f"mean len = {1 + spec.num_accepted_tokens / spec.num_drafts:.2f}, "
+        f"{name}: #drafts = {spec.num_drafts}, dur = {1e3 * draft_time_s:.1f} ms"
+    )
 
 
 def spec_line(spec: SpecTotals, elapsed: float) -> str:

@@ -7,18 +7,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from forerun.engine.client import merge
 from forerun.engine.messages import RequestOutput
 from forerun.server.answers import Answer
 from forerun.server.errors import describe
 
 T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
-
-DONE = b"data: [DONE]\n\n"
 
 
 class ClientGoneError(Exception):
@@ -80,23 +78,32 @@ class EventStream(Response):
             async for event in events:
                 if event:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE})
+        await send({"type": "http.response.body", "body": self._answer.done})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         answer = self._answer
         try:
-            yield b"".join(map(_event, answer.opening())) + _maybe(answer.chunk(*self._first))
+            yield self._encode([*answer.opening(), *answer.events(*self._first)])
             async for index, output in self._outputs:
-                if (chunk := answer.chunk(index, output)) is not None:
-                    yield _event(chunk)
-            yield b"".join(map(_event, answer.closing()))
+                yield self._encode(answer.events(index, output))
+            yield self._encode(answer.closing())
         except Exception as error:
-            yield _event(describe(error)[1])
+            yield self._encode([describe(error)[1]])
+
+    def _encode(self, events: list[dict[str, Any]]) -> bytes:
+        return b"".join(map(self._answer.encode, events))
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
-def _maybe(content: dict[str, Any] | None) -> bytes:
-    return b"" if content is None else _event(content)
+async def paced(outputs: Outputs, interval: int) -> Outputs:
+    """The same outputs, but for the first and the last of a choice with at least `interval` tokens each."""
+    held: dict[int, RequestOutput | None] = {}  # None: the first has passed, and nothing is held
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            waiting = held.get(index)
+            if waiting is not None:
+                merge(waiting, output)
+                output = waiting
+            passes = index not in held or output.finish_reason is not None or len(output.token_ids) >= interval
+            held[index] = None if passes else output
+            if passes:
+                yield index, output

@@ -9,11 +9,12 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from forerun.errors import RequestError
+from forerun.server.conversation import chat_prompt
 from forerun.server.errors import error_response, json_response
 from forerun.server.generate import read_json
 from forerun.server.models import DetokenizeBody, TokenizeBody
 from forerun.server.openapi import describe_body
-from forerun.server.prompts import chat_prompt, check_token_ids, completion_prompts, offload
+from forerun.server.prompts import check_token_ids, completion_prompts, offload
 from forerun.server.state import ServerState, state_of
 from forerun.spec.stats import SpecTotals
 
@@ -72,6 +73,10 @@ async def speculation(request: Request) -> Response:
             "num_steps": stats.num_steps,
             "step_time_s": stats.step_time_s,
             "draft_time_s": stats.draft_time_s,
+            "draft_time_s_by_proposer": stats.draft_time_by_proposer,
+            "forward_time_s": stats.forward_time_s,
+            "verify_time_s": stats.verify_time_s,
+            "not_drafted": stats.not_drafted,
             "proposer_bytes": stats.proposer_bytes,
         }
     )

@@ -179,6 +179,11 @@ class Proposer(Protocol):
         return None
 
     @property
+    def times_s(self) -> dict[str, float]:
+        """Seconds spent so far by each of the proposers that this one asks; {} for one that asks none."""
+        return {}
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of state held for all requests, for the memory figures. Cache groups are not among them."""
         return 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
     from forerun.engine.plan import Plan
+    from forerun.spec.proposer import Draft, Grant
     from forerun.spec.verifier import Verdict
 
 
@@ -40,12 +43,54 @@ class SpecTotals(msgspec.Struct):
         )
 
 
+class Stopwatch:
+    """Adds up the time spent in its `with` blocks, on the host's clock."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.total_s += time.perf_counter() - self._started
+
+
+NOT_DRAFTED = {
+    "off": "the request, or the table of K by batch size, asks for none",
+    "at_end": "one token is left to generate",
+    "no_room": "no rows or blocks were left for it",
+    "nothing_found": "no proposer had a guess",
+}
+
+
 class SpecCounters:
-    """Totals over everything, and by proposer."""
+    """Totals over everything, and by proposer.
+
+    Attributes:
+        not_drafted: (request, step) pairs that decoded without a draft, by reason (`NOT_DRAFTED`).
+    """
 
     def __init__(self) -> None:
         self.totals = SpecTotals()
         self.by_proposer: dict[str, SpecTotals] = {}
+        self.not_drafted = dict.fromkeys(NOT_DRAFTED, 0)
+
+    def note_missing(self, plan: Plan, lengths: Mapping[str, int], grant: Grant, draft: Draft) -> None:
+        """Count the requests of one step that decode without a draft; before anything of it is committed."""
+        for s in plan.scheduled:
+            request = s.request
+            if s.draft.tokens or not request.decoding:
+                continue
+            if not lengths.get(request.request_id, 0):
+                reason = "off"
+            elif request.remaining_tokens <= 1:
+                reason = "at_end"
+            elif request.request_id not in grant.lengths or draft.of(request.request_id).tokens:
+                reason = "no_room"
+            else:
+                reason = "nothing_found"
+            self.not_drafted[reason] += 1
 
     def observe(self, plan: Plan, verdict: Verdict) -> None:
         """Count one step: drafted tokens are those verified, accepted ones those that stand after any stop."""

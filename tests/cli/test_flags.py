@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,9 +54,94 @@ def test_lists_reach_the_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert seen[0].served_model_names == ("A", "B")
 
 
+def serve_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """What `serve` would start: the engine's configuration and the server's settings."""
+    seen: list[Any] = []
+    monkeypatch.setattr("forerun.server.run.serve", lambda config, settings, web: seen.append((config, settings)) or 0)
+    monkeypatch.setattr("forerun.cli.serve.log_to_stderr", lambda process: None)
+    assert run("serve", *words, capsys=capsys)[1:] == ("", 0)
+    return seen[0]
+
+
+def test_a_file_gives_flags_and_the_command_line_wins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: mine\nmax-model-len: 4k\nmax_num_seqs: 3\nserved-model-name: [A, B]\nenable-prefix-caching: false\n"
+        "disable-log-stats: true\nenable-per-request-metrics: false\napi-key: secret\n"
+        "speculative-config: {method: ngram, num_speculative_tokens: 3}\n"
+    )
+    config, settings = serve_settings(monkeypatch, capsys, "--config", str(file), "--max-num-seqs", "5", "--api-key=a")
+    assert (config.model, config.max_model_len, config.max_num_seqs) == ("mine", 4000, 5)
+    assert not config.enable_prefix_caching
+    assert config.speculative_config.num_speculative_tokens == 3
+    assert settings.served_model_names == ("A", "B")
+    assert settings.api_keys == ("a",)
+    assert not settings.log_stats
+    config, _ = serve_settings(monkeypatch, capsys, "other", f"--config={file}", "--max-model-len", "auto")
+    assert (config.model, config.max_model_len) == ("other", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        ("- a", "names of flags"),
+        ("a: [", "no YAML"),
+        ("max-model-len:", "max-model-len has no value"),
+        ("max-modl-len: 3", "unknown flag --max-modl-len: did you mean --max-model-len?"),
+        ("tensor-parallel-size: 2", "--tensor-parallel-size is not served yet"),
+    ],
+)
+def test_a_file_that_gives_none_is_one_line(
+    content: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    if content is not None:
+        file.write_text(content)
+    out, err, code = run("serve", "m", "--config", str(file), capsys=capsys)
+    assert (out, code, len(err.splitlines())) == ("", 1, 1)
+    assert words in err
+
+
+def test_parsers_and_templates_reach_the_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    words = ["m", "--reasoning-parser", "qwen3", "--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
+    _, settings = serve_settings(
+        monkeypatch, capsys, *words, "--chat-template", str(file), "--max-stored-responses", "0"
+    )
+    assert settings.reasoning is not None
+    assert settings.tools is not None
+    assert settings.chat_template == "{{ messages }}"
+    assert settings.max_stored_response_bytes == 0
+    _, settings = serve_settings(monkeypatch, capsys, "m", "--chat-template", "{{ x }}")
+    assert settings.chat_template == "{{ x }}"
+    for wrong, word in (
+        (["--reasoning-parser", "none"], "qwen3"),
+        (["--tool-call-parser", "none"], "hermes"),
+        (["--enable-auto-tool-choice"], "tool_call_parser"),
+        (["--chat-template", "nowhere.jinja"], "No such file"),
+    ):
+        _, err, code = run("serve", "m", *wrong, capsys=capsys)
+        assert code == 1
+        assert word in err
+
+
 @pytest.mark.parametrize(
     "flag",
-    ["--max-logprobs", "--chat-template", "--config", "--tensor-parallel-size", "--reasoning-parser-plugin", "-tp"],
+    [
+        "--max-logprobs",
+        "--load-format",
+        "--lora-modules",
+        "--tensor-parallel-size",
+        "--model-impl",
+        "--reasoning-parser-plugin",
+        "-tp",
+    ],
 )
 @pytest.mark.parametrize("form", ["word", "equals"])
 def test_a_flag_of_vllms_that_is_not_served_is_one_line(

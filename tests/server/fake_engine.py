@@ -6,11 +6,15 @@ the engine misbehave:
     !reject  it is refused when it is added          !die     the core process is killed in the second step
     !fail    it ends with an error in its second step  !raise   the second step raises
     !hold    text comes a step later than tokens      !broken  adding it raises something unforeseen
+
+A chat in which the user or a tool says "!say TEXT" is answered by TEXT, the last of them.
 """
 
 from __future__ import annotations
 
+import codecs
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable
@@ -31,6 +35,7 @@ from forerun.engine.messages import (
 )
 from forerun.errors import ConfigError, RequestError
 from forerun.request import FinishReason, SpecStats
+from forerun.spec.stats import NOT_DRAFTED, SpecTotals
 from forerun.spec.verifier import TokenLogprobs
 
 VOCAB_SIZE = 256
@@ -38,6 +43,9 @@ MAX_MODEL_LEN = 512
 NUM_BLOCKS = 64
 NUM_SPEC_TOKENS = 4
 SPEC_METHODS = ("suffix", "ngram")
+
+
+SAY = re.compile(r"!say (.*?)\|(?:user|tool)\n", re.DOTALL)
 
 
 def letter(position: int) -> int:
@@ -55,12 +63,18 @@ class FakeRequest:
     num_steps: int = 0
     num_tokens: int = 0
     held: str = ""
+    said: bytes | None = None  # the answer; None: the alphabet
+    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     spec: SpecStats = field(default_factory=lambda: SpecStats(num_spec_tokens=NUM_SPEC_TOKENS))
 
     @property
     def limit(self) -> int:
         room = MAX_MODEL_LEN - len(self.new.prompt_token_ids)
-        return min(self.new.params.max_tokens or room, room)
+        return min(self.new.params.max_tokens or room, room, room if self.said is None else len(self.said))
+
+    def next_tokens(self, count: int) -> list[int]:
+        start = self.num_tokens
+        return list(self.said[start : start + count]) if self.said else [letter(start + i) for i in range(count)]
 
 
 class FakeEngine:
@@ -76,7 +90,9 @@ class FakeEngine:
         self._burst = burst
         self._speculation = speculation
         self._requests: dict[str, FakeRequest] = {}
-        self._stats = EngineStats(num_blocks=NUM_BLOCKS)
+        times = {"suffix": 0.0, "ngram": 0.0} if speculation else {}
+        not_drafted = dict.fromkeys(NOT_DRAFTED, 0) if speculation else {}
+        self._stats = EngineStats(num_blocks=NUM_BLOCKS, draft_time_by_proposer=times, not_drafted=not_drafted)
 
     @property
     def has_work(self) -> bool:
@@ -88,7 +104,8 @@ class FakeEngine:
             raise RequestError("the engine does not like this prompt", "prompt")
         if script.startswith("!broken"):
             raise KeyError("/some/path")
-        self._requests[new.request_id] = FakeRequest(new, script)
+        said = SAY.findall(bytes(new.prompt_token_ids).decode("utf-8", "replace"))
+        self._requests[new.request_id] = FakeRequest(new, script, said=said[-1].encode() if said else None)
         self._stats.prompt_tokens += len(new.prompt_token_ids)
         self._stats.prefix_cache_queries += len(new.prompt_token_ids)
 
@@ -133,13 +150,14 @@ class FakeEngine:
         drafted = NUM_SPEC_TOKENS if self._speculation and request.num_steps > 1 else 0
         self._stats.num_rows += 1 + drafted if request.num_steps > 1 else len(request.new.prompt_token_ids)
         count = min(self._burst, request.limit - request.num_tokens)
-        tokens = [letter(request.num_tokens + i) for i in range(count)]
+        tokens = request.next_tokens(count)
         request.num_tokens += count
         self._stats.generation_tokens += count
         if self._speculation and request.num_steps > 1:
             request.spec.observe(NUM_SPEC_TOKENS, count - 1)
-            self._stats.spec.observe(NUM_SPEC_TOKENS, count - 1)
-        output = RequestOutput(request.new.request_id, tokens, bytes(tokens).decode("latin-1"))
+            for totals in (self._stats.spec, self._stats.spec_by_proposer.setdefault("ngram", SpecTotals())):
+                totals.observe(NUM_SPEC_TOKENS, count - 1)
+        output = RequestOutput(request.new.request_id, tokens, request.decoder.decode(bytes(tokens)))
         output.drafted = [True] * (count - 1) + [False]
         if request.new.params.logprobs is not None:
             output.logprobs = [_logprobs(token, request.new.params.logprobs) for token in tokens]
@@ -161,7 +179,8 @@ class FakeEngine:
     def _finish(self, request: FakeRequest, output: RequestOutput) -> None:
         del self._requests[request.new.request_id]
         output.text += request.held
-        output.finish_reason = FinishReason.LENGTH
+        whole = request.said is not None and request.num_tokens == len(request.said)
+        output.finish_reason = FinishReason.STOP if whole else FinishReason.LENGTH
         spec = request.spec.as_dict(detailed=True) if self._speculation else None
         output.metrics = RequestMetrics(0.001, 0.002, 0.003, 0, spec)
 
@@ -188,11 +207,18 @@ def start_once(config: EngineConfig, mark: Path) -> FakeEngine:
     return FakeEngine(config, step_s=0.0, burst=1, speculation=False)
 
 
+def _written(message: dict[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    thoughts = [message["reasoning"]] if "reasoning" in message else []
+    return "".join([*thoughts, message["content"] or "", *(f"{c['name']}{c['arguments']}" for c in calls)])
+
+
 class ByteTokenizer:
     """A token a byte, no special tokens."""
 
     vocab_size = VOCAB_SIZE
     max_token_bytes = 1
+    template_words = frozenset({"tools", "refuse", "enable_thinking"})
 
     def __init__(self, *, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template
@@ -213,11 +239,17 @@ class ByteTokenizer:
     ) -> list[int]:
         if kwargs.get("refuse"):
             raise RequestError("the chat template refused: " + str(kwargs["refuse"]))
-        text = "".join(f"{m['content']}|{m['role']}\n" for m in messages)
-        return self.encode(text + ("assistant:" if add_generation_prompt else ""))
+        text = "".join(f"{_written(m)}|{m['role']}\n" for m in messages)
+        if kwargs.get("tools"):
+            text = "+".join(tool["function"]["name"] for tool in kwargs["tools"]) + "|tools\n" + text
+        opening = "assistant:" if kwargs.get("enable_thinking", True) else "assistant:</think>"
+        return self.encode(text + (opening if add_generation_prompt else ""))
 
     def token_text(self, token_id: int) -> str:
         return bytes([token_id]).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
+
+    def is_special(self, token_id: int) -> bool:
+        return False

@@ -265,6 +265,40 @@ def test_a_request_id_of_a_running_request_may_be_given_again(slow_server: LiveS
         assert '"id":"cmpl-same"' in next(first.iter_lines())
 
 
+@pytest.mark.parametrize("prompt", ["hello", list(b"hello")])
+def test_an_echo_comes_before_the_text(http: httpx.Client, prompt: Any) -> None:
+    asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 5, "n": 2, "echo": True}
+    assert [c["text"] for c in post(http, COMPLETIONS, **asked)["choices"]] == ["hello" + answer_text(5)] * 2
+    texts = ["", ""]
+    for choice in (choice for chunk in stream(http, COMPLETIONS, **asked) for choice in chunk["choices"]):
+        texts[choice["index"]] += choice["text"]
+    assert texts == ["hello" + answer_text(5)] * 2
+    response = http.post(COMPLETIONS, json=asked | {"logprobs": 1})
+    assert response.json()["error"]["param"] == "echo"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_chunks_wait_for_the_interval_but_for_the_first_and_the_last(http: httpx.Client, path: str) -> None:
+    what: dict[str, Any] = {"prompt": "hello"} if path == COMPLETIONS else {"messages": HELLO}
+    asked = what | {"max_tokens": 20, "stream_interval": 7, "n": 2, "return_token_ids": True}
+    sizes: list[list[int]] = [[], []]
+    for choice in (choice for chunk in stream(http, path, **asked) for choice in chunk["choices"]):
+        sizes[choice["index"]] += [len(choice["token_ids"])] if choice.get("token_ids") else []
+    assert sizes == [[3, 9, 8]] * 2  # 3 tokens a step
+
+
+def test_tokens_may_be_named_by_their_ids(http: httpx.Client) -> None:
+    ids = [f"token_id:{ord(letter)}" for letter in answer_text(4)]
+    asked: dict[str, Any] = {"max_tokens": 4, "return_tokens_as_token_ids": True}
+    found = post(http, COMPLETIONS, prompt="hello", logprobs=1, **asked)["choices"][0]["logprobs"]
+    assert found["tokens"] == ids
+    assert found["text_offset"] == [0, 1, 2, 3]
+    assert found["top_logprobs"][0].keys() == {ids[0], f"token_id:{ord('A')}"}
+    found = post(http, CHAT, messages=HELLO, logprobs=True, top_logprobs=1, **asked)["choices"][0]["logprobs"]
+    assert [entry["token"] for entry in found["content"]] == ids
+    assert found["content"][0]["bytes"] == [ord("a")]
+
+
 def test_a_fault_in_mid_stream_is_an_error_event(http: httpx.Client) -> None:
     chunks = stream(http, COMPLETIONS, prompt="!fail", max_tokens=50)
     assert chunks[0]["choices"][0]["text"] == answer_text(3)

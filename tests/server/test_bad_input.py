@@ -11,6 +11,7 @@ import pytest
 from tests.server.fake_engine import MAX_MODEL_LEN, VOCAB_SIZE
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def refused(http: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
@@ -174,10 +175,7 @@ def test_what_completions_do_not_serve_yet_is_refused_by_name(http: httpx.Client
     [
         *NOT_SERVED,
         ("echo", True),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
         ("functions", [{}]),
-        ("reasoning_effort", "high"),
         ("modalities", ["text", "audio"]),
         ("documents", [{"a": "b"}]),
         ("chat_template", "{{ messages }}"),
@@ -245,6 +243,10 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(
     assert nearest is None or repr(nearest) in error["message"]
 
 
+def call_message(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -260,8 +262,15 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(
         ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": "hi"}, {"role": "tool", "content": "x"}], "messages[1].role"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "hi"}, {"role": "tool", "content": 5}], "messages[1].content"),
+        ([{"role": "user", "content": "hi"}, {"role": "function", "content": "x"}], "messages[1].role"),
+        ([{"role": "user", "content": "hi", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": 1}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        ([call_message("not JSON")], "messages[0].tool_calls[0]"),
+        ([call_message("[1]")], "messages[0].tool_calls[0]"),
+        ([{"role": "assistant"}], "messages[0].content"),
+        ([{"role": "assistant", "content": "hi", "reasoning": 1}], "messages[0].reasoning"),
         ([{"role": "user", "content": "hi", "nmae": "x"}], "messages[0].nmae"),
         ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
     ],
@@ -284,6 +293,18 @@ def test_a_wrong_message_is_named(http: httpx.Client, messages: Any, param: str)
         ({"stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"messages": None}, "messages"),
+        ({"chat_template_kwargs": {"nobody": 1}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "nmae": 1}}]}, "tools[0].function.nmae"),
+        ({"tools": TOOLS * 2}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"stream_interval": 0}, "stream_interval"),
     ],
 )
 def test_a_wrong_chat_field_is_named(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
@@ -356,6 +377,12 @@ def test_unknown_paths_and_methods_have_the_same_error_form(http: httpx.Client) 
         response = http.request(method, path)
         assert response.status_code == status
         assert response.json()["error"]["code"] == status
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/audio/speech", "/v1/rerank"])
+def test_a_route_that_is_not_this_servers_business_says_so(http: httpx.Client, path: str) -> None:
+    error = refused(http, path, {"input": "hi"}, 404)
+    assert f"{path} is not served: this server generates text" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

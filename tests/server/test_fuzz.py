@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 
 from forerun.errors import RequestError
 from forerun.server.body import parse_body
+from forerun.server.conversation import chat_prompt, effort_kwargs
 from forerun.server.errors import error_body, json_response
 from forerun.server.fields import CHAT_NOT_SERVED, COMPLETION_NOT_SERVED
 from forerun.server.models import ChatBody, CompletionBody, GenerationBody
-from forerun.server.prompts import Limits, chat_prompt, check_prompt, check_token_ids, completion_prompts
+from forerun.server.parsing import judge_tools
+from forerun.server.prompts import Limits, check_prompt, check_token_ids, completion_prompts
+from forerun.server.response_items import input_items, messages_of
+from forerun.server.responses import ResponsesBody
+from forerun.server.settings import ServerSettings
 from tests.server.fake_engine import ByteTokenizer
 
 JSON = st.recursive(
@@ -25,7 +30,9 @@ JSON = st.recursive(
 COMPLETION_FIELDS = st.sampled_from([*CompletionBody.model_fields, *COMPLETION_NOT_SERVED])
 CHAT_FIELDS = st.sampled_from([*ChatBody.model_fields, *CHAT_NOT_SERVED])
 MESSAGE = st.dictionaries(
-    st.sampled_from(["role", "content", "name", "tool_calls"]), JSON | st.just("user"), max_size=3
+    st.sampled_from(["role", "content", "name", "tool_calls", "reasoning"]),
+    JSON | st.sampled_from(["user", "assistant", "tool"]),
+    max_size=4,
 )
 MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -37,6 +44,7 @@ def run(coroutine: Any) -> Any:
     return stopped.value.value
 
 
+TOOLS = ServerSettings(model="fake", tool_call_parser="hermes", enable_auto_tool_choice=True)
 LIMITS = Limits(max_model_len=512, max_prompts=16, max_messages=16, max_text_bytes=1024)
 
 
@@ -68,7 +76,9 @@ async def prompts(body: GenerationBody) -> list[list[int]]:
         "limits": LIMITS,
         "continue_final_message": body.continue_final_message,
     }
-    return [await chat_prompt(ByteTokenizer(), body.messages, **options, template_kwargs=body.chat_template_kwargs)]
+    tools = judge_tools(TOOLS, ByteTokenizer(), body.shown_tools(), body.tool_choice, body.parallel_tool_calls)
+    kwargs = effort_kwargs(body.reasoning_effort, ByteTokenizer()) | body.chat_template_kwargs
+    return [await chat_prompt(ByteTokenizer(), body.messages, **options, template_kwargs=kwargs, tools=tools.shown)]
 
 
 @MANY
@@ -81,6 +91,27 @@ def test_any_completion_is_read_or_refused(fields: dict[str, Any], prompt: Any) 
 @given(st.dictionaries(CHAT_FIELDS | st.text(max_size=8), JSON, max_size=4), st.lists(MESSAGE, max_size=3) | JSON)
 def test_any_chat_is_read_or_refused(fields: dict[str, Any], messages: Any) -> None:
     judge(ChatBody, {"messages": messages} | fields)
+
+
+RESPONSES_FIELDS = st.sampled_from([*ResponsesBody.model_fields, *ResponsesBody.NOT_SERVED])
+ITEM = st.dictionaries(
+    st.sampled_from(["type", "role", "content", "call_id", "name", "arguments", "output", "summary"]),
+    JSON | st.sampled_from(["user", "message", "function_call", "function_call_output", "reasoning"]),
+    max_size=4,
+)
+
+
+@MANY
+@given(st.dictionaries(RESPONSES_FIELDS | st.text(max_size=8), JSON, max_size=4), st.lists(ITEM, max_size=3) | JSON)
+def test_any_response_is_read_or_refused(fields: dict[str, Any], items: Any) -> None:
+    try:
+        body = ResponsesBody.read(parse_body(json.dumps({"input": items} | fields).encode()))
+        messages, sources = messages_of(input_items(body.input))
+        assert len(messages) == len(sources)
+    except RequestError as error:
+        show(error)
+    else:
+        judge(ChatBody, {"messages": messages} | body.chat_fields())
 
 
 @MANY

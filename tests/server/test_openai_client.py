@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
+from forerun.server.settings import ServerSettings
 from tests.server.fake_engine import answer_text
 from tests.server.live import LiveServer
+
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tool_server() -> Iterator[LiveServer]:
+    settings = ServerSettings(model="fake", tool_call_parser="hermes", enable_auto_tool_choice=True)
+    with LiveServer(settings) as live:
+        yield live
 
 
 @pytest.fixture
@@ -98,7 +114,7 @@ def test_errors_arrive_as_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(model="fake", prompt="a", temperature=-1)
     assert caught.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError, match="tools"):
+    with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice"):
         client.chat.completions.create(
             model="fake",
             messages=[{"role": "user", "content": "hello"}],
@@ -131,3 +147,35 @@ def test_many_async_streams_with_mixed_parameters_each_get_their_own_text(server
             return await asyncio.gather(*(one(client, number) for number in range(32)))
 
     assert asyncio.run(main()) == [answer_text(1 + number) for number in range(32)]
+
+
+def test_tools_whole_streamed_and_async(tool_server: LiveServer) -> None:
+    messages: Any = [{"role": "user", "content": f"!say {CALL}"}]
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(model="fake", messages=messages, tools=[TOOL]).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert answer.message.tool_calls is not None
+        (call,) = answer.message.tool_calls
+        assert call.type == "function"
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
+        result = {"role": "tool", "tool_call_id": call.id, "content": "!say It is sunny."}
+        history = [*messages, answer.message.model_dump(), result]
+        final = client.chat.completions.create(model="fake", messages=history, tools=[TOOL])
+        assert final.choices[0].message.content == "It is sunny."
+        with client.chat.completions.stream(model="fake", messages=messages, tools=[TOOL]) as stream:
+            kinds = {event.type for event in stream}
+            streamed = stream.get_final_completion().choices[0]
+        assert "tool_calls.function.arguments.delta" in kinds
+        assert streamed.finish_reason == "tool_calls"
+        assert streamed.message.tool_calls is not None
+        assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+
+    async def main() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0) as client:
+            response = await client.responses.create(model="fake", input="!say Hello.")
+            async for event in await client.responses.create(model="fake", input="!say Hello.", stream=True):
+                if event.type == "response.completed":
+                    assert event.response.output_text == response.output_text
+            return response.output_text
+
+    assert asyncio.run(main()) == "Hello."

@@ -181,6 +181,12 @@ SPEC_LINE = re.compile(
 )
 
 
+PROPOSER_LINE = re.compile(
+    r"draft acceptance = 0\.\d{5} \(\d+ accepted / \d+ generated\), mean len = \d+\.\d\d, "
+    r"ngram: #drafts = \d+, dur = \d+\.\d ms"
+)
+
+
 def test_periodic_lines_have_the_known_form_and_fall_silent(
     server: LiveServer, http: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -205,6 +211,8 @@ def test_periodic_lines_have_the_known_form_and_fall_silent(
     assert [r.levelname for r in engine] == ["INFO", "INFO", "DEBUG", "DEBUG"]
     assert len(spec) == 1
     assert SPEC_LINE.fullmatch(spec[0].message)
+    (own,) = [r.message for r in records if r.message.startswith("draft acceptance")]
+    assert PROPOSER_LINE.fullmatch(own)
 
 
 def test_the_speculation_line_says_what_the_counters_say() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from forerun.models.paged import new_memory
 from forerun.spec.proposer import Draft, DraftInputs, Grant, Proposer
+from forerun.spec.stats import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,7 @@ class FirstOf(Proposer):
     def __init__(self, members: Sequence[Member] = ()) -> None:
         self.members = members
         self.name = ", ".join(member.proposer.name for member in members)
+        self._clocks = {member.proposer.name: Stopwatch() for member in members}
         self.notes = [note for member in members for note in member.proposer.notes]
         self.hidden_taps = tuple(dict.fromkeys(tap for member in members for tap in member.proposer.hidden_taps))
 
@@ -72,7 +74,8 @@ class FirstOf(Proposer):
             own = self._grant_of(member, grant, draft)
             if not own.requests and not own.filling:
                 continue
-            found = member.proposer.propose(DraftInputs(own.requests, inputs.target), own)
+            with self._clocks[member.proposer.name]:
+                found = member.proposer.propose(DraftInputs(own.requests, inputs.target), own)
             draft.filled |= found.filled
             draft.by_request |= {
                 request_id: guess
@@ -83,11 +86,16 @@ class FirstOf(Proposer):
 
     def observe(self, plan: Plan, verdict: Verdict, hidden: Hidden | None) -> None:
         for member in self.members:
-            member.proposer.observe(plan, verdict, hidden)
+            with self._clocks[member.proposer.name]:
+                member.proposer.observe(plan, verdict, hidden)
 
     def forget(self, request_id: str) -> None:
         for member in self.members:
             member.proposer.forget(request_id)
+
+    @property
+    def times_s(self) -> dict[str, float]:
+        return {name: clock.total_s for name, clock in self._clocks.items()}
 
     @property
     def state_bytes(self) -> int:
