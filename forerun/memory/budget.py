@@ -77,10 +77,10 @@ def gpu_cache_bytes(wanted: int | None, memory: GpuMemory, utilization: float | 
                 f"GiB that are free on the GPU beside {kept / GIB:.2f} GiB for the largest pass: lower it"
             )
         return wanted
-    share = GPU_UTILIZATION if utilization is None else utilization
-    used = memory.total - memory.free
-    left = int(memory.total * share) - used - kept
+    left = gpu_left(memory, utilization)
     if left <= 0:
+        share = GPU_UTILIZATION if utilization is None else utilization
+        used = memory.total - memory.free
         raise ConfigError(
             f"gpu_memory_utilization={share} of {memory.total / GIB:.2f} GiB leaves no memory for a KV cache beside "
             f"{used / GIB:.2f} GiB in use and {kept / GIB:.2f} GiB for the largest pass: raise it"
@@ -88,26 +88,27 @@ def gpu_cache_bytes(wanted: int | None, memory: GpuMemory, utilization: float | 
     return left
 
 
-def fit_model_len(wanted: int | None, model_limit: int, num_tokens: int, token_bytes: int) -> int:
-    """Longest request to serve.
+def gpu_left(memory: GpuMemory, utilization: float | None) -> int:
+    """What the utilization leaves for caches; below 0 where it leaves none."""
+    share = GPU_UTILIZATION if utilization is None else utilization
+    used = memory.total - memory.free
+    return int(memory.total * share) - used - memory.pass_bytes - memory.graph_bytes
+
+
+def fit_model_len(wanted: int | None, model_limit: int, num_tokens: int) -> int | None:
+    """Longest request to serve; None: the cache does not hold what was asked for, or next to nothing.
 
     Args:
         wanted: what the user asked for; None takes the model's own, cut to what the cache holds.
         model_limit: positions that the model knows.
         num_tokens: tokens that the cache holds.
-        token_bytes: bytes of cache per token.
     Raises:
-        ConfigError: `wanted` exceeds the model or the cache; the message says what would fit.
+        ConfigError: `wanted` exceeds the model.
     """
     if wanted is not None and wanted > model_limit:
         raise ConfigError(f"max_model_len={wanted} is more than the {model_limit} positions that the model knows")
     if num_tokens < 2 or (wanted is not None and wanted > num_tokens):
-        asked = f"max_model_len={wanted}" if wanted is not None else f"the model's length of {model_limit} tokens"
-        raise ConfigError(
-            f"{asked} needs {(wanted or model_limit) * token_bytes / MIB:,.1f} MiB of KV cache, but kv_cache_memory "
-            f"holds {num_tokens} tokens in {num_tokens * token_bytes / MIB:,.1f} MiB: "
-            "lower --max-model-len or raise --kv-cache-memory"
-        )
+        return None
     return wanted or min(model_limit, num_tokens)
 
 
