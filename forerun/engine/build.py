@@ -240,7 +240,7 @@ def _size_caches(config: EngineConfig, target: Target, kv_dtype: torch.dtype, pr
         cache_bytes = kv_cache_bytes(config.kv_cache_memory_bytes)
     else:
         cache_bytes = gpu.cache_bytes(config, target.model, kv_dtype, proposer.hidden_taps)
-    max_model_len = check_fit(config, plan, groups.num_tokens(cache_bytes), cache_bytes)
+    max_model_len = check_fit(config, plan, groups, cache_bytes)
     pool = CachePool(groups.own, cache_bytes, groups.beside_bytes)
     num_bytes = pool.num_bytes + pool.num_target_blocks * groups.beside_bytes
     return Caches(pool, num_bytes, kv_dtype, max_model_len)

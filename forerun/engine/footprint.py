@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Otherwise:
 
     Attributes:
         kv_bits, weight_bits: of a value in the cache, of a linear layer's weight; None: as the settings say.
-        method: of a method that is not served yet: its keys.
+        method: the keys of a method that is not served yet.
         head_copy: `draft_lm_head_quantization`; None: none.
         weights: whether weights that are not here may be fetched; else configs only.
     """
@@ -290,26 +290,30 @@ def check_room(config: EngineConfig, machine: Machine) -> Plan:
         ConfigError: they do not; says what is needed, what there is, what would fit, and which option brings how much.
     """
     plan = footprint(config, machine)
-    check_fit(config, plan, plan.caches.num_tokens(plan.left(plan.least_weight_bytes)), None)
+    check_fit(config, plan, plan.caches, plan.left(plan.least_weight_bytes))
     return plan
 
 
-def check_fit(config: EngineConfig, plan: Plan, num_tokens: int, cache_bytes: int | None) -> int:
-    """The longest request to serve, where the caches hold so many tokens.
+def check_fit(config: EngineConfig, plan: Plan, caches: CacheGroups, cache_bytes: int) -> int:
+    """The longest request to serve, where the caches have so many bytes.
 
     Args:
-        cache_bytes: what the caches have; None: they are not there yet.
+        caches: as they are; the plan's, until they are known.
     Raises:
         ConfigError: as `check_room`.
     """
-    length = fit_model_len(config.max_model_len, plan.model_limit, num_tokens)
+    length = fit_model_len(config.max_model_len, plan.model_limit, caches.num_tokens(cache_bytes))
     if length is None:
-        left = plan.left(plan.least_weight_bytes) if cache_bytes is None else cache_bytes
-        raise refusal(plan, left, options(config, plan, left))
+        raise does_not_fit(config, plan, cache_bytes)
     return length
 
 
-def options(config: EngineConfig, plan: Plan, cache_bytes: int) -> list[Option]:
+def does_not_fit(config: EngineConfig, plan: Plan, cache_bytes: int, otherwise: Otherwise = SERVED) -> ConfigError:
+    """What to say of caches of so many bytes that do not hold what they must."""
+    return refusal(plan, cache_bytes, options(config, plan, cache_bytes, otherwise))
+
+
+def options(config: EngineConfig, plan: Plan, cache_bytes: int, otherwise: Otherwise = SERVED) -> list[Option]:
     """What else could be asked for, and how much each change brings by itself: computed as the plan itself is."""
     found = []
     num_tokens = min(plan.caches.num_tokens(cache_bytes), plan.model_limit)
@@ -318,7 +322,7 @@ def options(config: EngineConfig, plan: Plan, cache_bytes: int) -> list[Option]:
         found.append(Option(f"--max-model-len {num_tokens}", saved))
     for flag, changed in _changes(config, plan):
         try:
-            other = footprint(changed, plan.machine)
+            other = footprint(changed, plan.machine, otherwise)
         except ConfigError:  # not one that could be served
             continue
         if (gain := _headroom(other) - _headroom(plan)) > 0:
@@ -348,16 +352,3 @@ def _changes(config: EngineConfig, plan: Plan) -> Iterator[tuple[str, EngineConf
         yield "--quantization int8", dataclasses.replace(config, quantization="int8")
     if config.speculative_config is not None:
         yield "no draft", dataclasses.replace(config, speculative_config=None)
-
-
-def side_by_side(
-    configs: Sequence[tuple[str, EngineConfig, Otherwise]], machine: Machine
-) -> list[tuple[str, Plan | ConfigError]]:
-    """A plan for each, or why there is none."""
-    plans: list[tuple[str, Plan | ConfigError]] = []
-    for name, config, otherwise in configs:
-        try:
-            plans.append((name, footprint(config, machine, otherwise)))
-        except ConfigError as error:
-            plans.append((name, error))
-    return plans
