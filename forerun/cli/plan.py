@@ -139,16 +139,17 @@ def _columns(config: EngineConfig, sources: list[str], bits: Mapping[str, Any], 
     from forerun.engine.footprint import Otherwise
 
     plain = Otherwise(weights=False, **bits)
-    drafting = [_column(config, source, plain, notes) for source in sources]
-    target = drafting[0].config.model if drafting else assign_roles(config.model, None).target
-    columns = [Column(PLAIN, replace(config, model=target), plain)]
+    roles = assign_roles(config.model, None)
+    asked: Sequence[str | Mapping[str, Any]] = sources or ([] if roles.source is None else [{}])
+    drafting = [_column(config, source, plain, notes) for source in asked]
+    columns = [Column(PLAIN, replace(config, model=roles.target), plain)]
     for column in drafting:
         same = sum(other.name.partition(" #")[0] == column.name for other in columns)
         columns.append(replace(column, name=f"{column.name} #{same + 1}") if same else column)
     return columns
 
 
-def _column(config: EngineConfig, source: str, plain: Otherwise, notes: list[str]) -> Column:
+def _column(config: EngineConfig, source: str | Mapping[str, Any], plain: Otherwise, notes: list[str]) -> Column:
     """One configuration. A method that is known and not served is planned for too, where its network is known."""
     given = known_keys(read_object(source))
     method = given.get("method")
@@ -183,12 +184,36 @@ def _plan_of(column: Column, machine: Machine) -> Plan | ConfigError:
             target = read_config(resolve_model(config.model, weights=False))
             completed, notes = complete(spec, target, read_head_of)
             config = replace(config, speculative_config=completed)
+        notes = [*notes, *_tokenizer_notes(config)]
         made = footprint(config, machine, column.otherwise)
-        refusals = [] if made.served_len else [does_not_fit(config, made, made.cache_bytes, column.otherwise)]
+        refusals = []
+        if not made.served_len:
+            refusals = [does_not_fit(config, made, made.cache_bytes, column.otherwise, least=False)]
     except ConfigError as error:
         return error
     said = [note.removeprefix("WARNING: ") for note in notes]
     return replace(made, warnings=(*said, *made.warnings, *(f"does not fit: {refusal}" for refusal in refusals)))
+
+
+def _tokenizer_notes(config: EngineConfig) -> list[str]:
+    """What there is to say of draft models' tokenizers, where all of them lie here.
+
+    Raises:
+        ConfigError: one that the engine would refuse.
+    """
+    from forerun.models.builtin import resolve_model
+    from forerun.models.tokenizer import load_tokenizer
+    from forerun.spec.vocabulary import check_same_tokenizer
+
+    notes: list[str] = []
+    for method in config.speculative_config.methods if config.speculative_config else ():
+        if method.method != "draft_model" or method.use_heterogeneous_vocab:
+            continue
+        paths = [resolve_model(name, weights=False) for name in (config.model, str(method.model))]
+        if all(path.is_file() or (path / "tokenizer.json").exists() for path in paths):
+            target, draft = (load_tokenizer(str(path)) for path in paths)
+            notes += check_same_tokenizer(target, draft, str(method.model))
+    return notes
 
 
 # -- what is printed

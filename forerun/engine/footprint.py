@@ -34,6 +34,7 @@ from forerun.models.paged import KV_DTYPES
 from forerun.models.sizes import Form, Sizes, read_head_config, size_decoder, size_head
 from forerun.spec.config import MethodConfig, unserved
 from forerun.spec.method_rules import HEADS
+from forerun.spec.proposers.draft_loading import draft_context, draft_mask
 from forerun.spec.refusal import refuse, show
 
 PROB_BYTES = 4  # of a draft's probability of a token
@@ -96,6 +97,11 @@ class Served:
     def decoder(self) -> DecoderConfig:
         return self.sizes.config
 
+    @property
+    def max_model_len(self) -> int:
+        """Longest request, as far as is known before the caches are there."""
+        return self.config.max_model_len or self.decoder.max_position_embeddings
+
     def block_bytes(self, decoder: DecoderConfig, element_bytes: float | None = None) -> int:
         """Of a model's block in the cache, in the target's kind of values unless told."""
         values = attention_spec(decoder, self.config.block_size).shape.block_bytes(1)
@@ -137,7 +143,8 @@ def footprint(config: EngineConfig, machine: Machine, otherwise: Otherwise = SER
     groups += [part.group for part in parts.values() if part.group is not None]
     caches = CacheGroups(config.block_size, tuple(groups))
     warnings = [sizes.note] if sizes.note else []
-    warnings += [f"{name}: {warning}" for name, part in parts.items() for warning in part.warnings]
+    for name, part in parts.items():
+        warnings += [f"{name}: {warning.removeprefix('WARNING: ')}" for warning in part.warnings]
     warnings += [line] if (line := draft_cache_warning(caches)) else []
     return Plan(
         machine=machine,
@@ -174,8 +181,8 @@ def _kept(served: Served, parts: Mapping[str, Part], on_gpu: bool) -> dict[str, 
     if on_gpu:
         kept["graphs"] = GRAPH_BYTES * len(gpu.shapes_to_record(config, decoder))
         kept["context"] = gpu.CONTEXT_BYTES
-    positions = config.max_model_len or decoder.max_position_embeddings
-    kept["rope tables"] = sum(rope_bytes(model, positions, element_bytes) for model in (decoder, *drafts))
+    models = (decoder, *drafts)
+    kept["rope tables"] = sum(rope_bytes(model, served.max_model_len, element_bytes) for model in models)
     for part in parts.values():
         for name, size in part.kept.items():
             kept[name] = kept.get(name, 0) + size
@@ -214,8 +221,11 @@ def _draft_model(method: MethodConfig, served: Served, name: str) -> Part:
     sizes = size_decoder(path, dataclasses.replace(served.form, quantization=method.quantization))
     kv_dtype = KV_DTYPES.get(method.kv_cache_dtype or "auto")
     block_bytes = served.block_bytes(sizes.config, None if kv_dtype is None else kv_dtype.itemsize)
-    group = GroupSpec(name, block_bytes, method=method.method)
-    part = Part(sizes.weights, group, warnings=[sizes.note] if sizes.note else [], draft_config=sizes.config)
+    warnings = [sizes.note] if sizes.note else []
+    max_len = draft_context(method, sizes.config, served.max_model_len, warnings)
+    draft_mask(method, path, sizes.config)
+    group = GroupSpec(name, block_bytes, max_len, method.method)
+    part = Part(sizes.weights, group, warnings=warnings, draft_config=sizes.config)
     part.kept |= _probabilities(method, served)
     return part
 
@@ -308,12 +318,18 @@ def check_fit(config: EngineConfig, plan: Plan, caches: CacheGroups, cache_bytes
     return length
 
 
-def does_not_fit(config: EngineConfig, plan: Plan, cache_bytes: int, otherwise: Otherwise = SERVED) -> ConfigError:
-    """What to say of caches of so many bytes that do not hold what they must."""
-    return refusal(plan, cache_bytes, options(config, plan, cache_bytes, otherwise))
+def does_not_fit(
+    config: EngineConfig, plan: Plan, cache_bytes: int, otherwise: Otherwise = SERVED, *, least: bool = True
+) -> ConfigError:
+    """What to say of caches of so many bytes that do not hold what they must.
+
+    Args:
+        least: weights are counted as what they take at least.
+    """
+    return refusal(plan, cache_bytes, _options(config, plan, cache_bytes, otherwise, least))
 
 
-def options(config: EngineConfig, plan: Plan, cache_bytes: int, otherwise: Otherwise = SERVED) -> list[Option]:
+def _options(config: EngineConfig, plan: Plan, cache_bytes: int, otherwise: Otherwise, least: bool) -> list[Option]:
     """What else could be asked for, and how much each change brings by itself: computed as the plan itself is."""
     found = []
     num_tokens = min(plan.caches.num_tokens(cache_bytes), plan.model_limit)
@@ -325,14 +341,15 @@ def options(config: EngineConfig, plan: Plan, cache_bytes: int, otherwise: Other
             other = footprint(changed, plan.machine, otherwise)
         except ConfigError:  # not one that could be served
             continue
-        if (gain := _headroom(other) - _headroom(plan)) > 0:
+        if (gain := _headroom(other, least) - _headroom(plan, least)) > 0:
             found.append(Option(flag, gain))
     return found
 
 
-def _headroom(plan: Plan) -> int:
+def _headroom(plan: Plan, least: bool) -> int:
     """What the caches have beyond a request of the length asked for."""
-    return plan.left(plan.least_weight_bytes) - plan.caches.request_bytes(plan.length)[0]
+    weights = plan.least_weight_bytes if least else plan.weight_bytes
+    return plan.left(weights, sum(plan.kept.values())) - plan.caches.request_bytes(plan.length)[0]
 
 
 def _changes(config: EngineConfig, plan: Plan) -> Iterator[tuple[str, EngineConfig]]:
@@ -345,7 +362,8 @@ def _changes(config: EngineConfig, plan: Plan) -> Iterator[tuple[str, EngineConf
         more = dataclasses.replace(config, kv_cache_memory_bytes=needed * MIB)
         yield f"--kv-cache-memory {needed}MiB", more
     if on_gpu and config.kv_cache_memory_bytes is None:
-        share = math.floor(plan.machine.free / plan.machine.total * 100) / 100
+        free = plan.machine.free - plan.kept["context"]
+        share = math.floor(free / plan.machine.total * 100) / 100
         if share > (config.gpu_memory_utilization or GPU_UTILIZATION):
             yield f"--gpu-memory-utilization {share}", dataclasses.replace(config, gpu_memory_utilization=share)
     if not on_gpu and config.quantization is None and config.dtype == "auto" and native.available():

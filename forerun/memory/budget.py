@@ -53,7 +53,7 @@ def gpu_allowance(memory: GpuMemory, utilization: float | None) -> int:
     Raises:
         ConfigError: more than is free.
     """
-    share = GPU_UTILIZATION if utilization is None else utilization
+    share = gpu_share(utilization)
     allowed = int(memory.total * share)
     if allowed > memory.free:
         raise ConfigError(
@@ -64,35 +64,26 @@ def gpu_allowance(memory: GpuMemory, utilization: float | None) -> int:
 
 
 def gpu_cache_bytes(wanted: int | None, memory: GpuMemory, utilization: float | None) -> int:
-    """Bytes for KV blocks once the weights are loaded: what the user asked for, else what the utilization leaves.
+    """Bytes for KV blocks once the weights are loaded: what the user asked for, else what the utilization leaves, which
+    may be nothing or less.
 
     Raises:
-        ConfigError: more than there is, or nothing is left.
+        ConfigError: more is asked for than there is.
     """
     kept = memory.pass_bytes + memory.graph_bytes
-    if wanted is not None:
-        if wanted > memory.free - kept:
-            raise ConfigError(
-                f"kv_cache_memory={wanted} ({wanted / GIB:.2f} GiB) is more than the {(memory.free - kept) / GIB:.2f} "
-                f"GiB that are free on the GPU beside {kept / GIB:.2f} GiB for the largest pass: lower it"
-            )
-        return wanted
-    left = gpu_left(memory, utilization)
-    if left <= 0:
-        share = GPU_UTILIZATION if utilization is None else utilization
+    if wanted is None:
         used = memory.total - memory.free
+        return int(memory.total * gpu_share(utilization)) - used - kept
+    if wanted > memory.free - kept:
         raise ConfigError(
-            f"gpu_memory_utilization={share} of {memory.total / GIB:.2f} GiB leaves no memory for a KV cache beside "
-            f"{used / GIB:.2f} GiB in use and {kept / GIB:.2f} GiB for the largest pass: raise it"
+            f"kv_cache_memory={wanted} ({wanted / GIB:.2f} GiB) is more than the {(memory.free - kept) / GIB:.2f} "
+            f"GiB that are free on the GPU beside {kept / GIB:.2f} GiB for the largest pass: lower it"
         )
-    return left
+    return wanted
 
 
-def gpu_left(memory: GpuMemory, utilization: float | None) -> int:
-    """What the utilization leaves for caches; below 0 where it leaves none."""
-    share = GPU_UTILIZATION if utilization is None else utilization
-    used = memory.total - memory.free
-    return int(memory.total * share) - used - memory.pass_bytes - memory.graph_bytes
+def gpu_share(utilization: float | None) -> float:
+    return GPU_UTILIZATION if utilization is None else utilization
 
 
 def fit_model_len(wanted: int | None, model_limit: int, num_tokens: int) -> int | None:

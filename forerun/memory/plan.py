@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.errors import ConfigError
-from forerun.memory.budget import DEFAULT_SHARE, GIB, MIB, GpuMemory, fit_model_len, gpu_left
+from forerun.memory.budget import DEFAULT_SHARE, GIB, MIB, GpuMemory, fit_model_len, gpu_cache_bytes, gpu_share
 from forerun.memory.groups import CacheGroups
 
 KIB = 2**10
@@ -105,7 +105,8 @@ class Plan:
             return self.kv_cache_memory
         if self.machine.device == "CPU":
             return int((self.machine.free - weights) * DEFAULT_SHARE)
-        return gpu_left(GpuMemory(self.machine.total, self.machine.free - weights, kept), self.utilization)
+        memory = GpuMemory(self.machine.total, self.machine.free - weights, kept)
+        return gpu_cache_bytes(None, memory, self.utilization)
 
     @property
     def length(self) -> int:
@@ -135,14 +136,23 @@ def refusal(plan: Plan, cache_bytes: int, options: Sequence[Option]) -> ConfigEr
     caches, length = plan.caches, plan.max_model_len
     needed = caches.request_bytes(plan.length)[0]
     asked = f"max_model_len={length}" if length is not None else "a request of any length"
-    found = f"{size(cache_bytes)} {'are' if cache_bytes else 'is'} available"
-    if plan.kv_cache_memory is not None:
-        found = f"kv_cache_memory holds {size(cache_bytes)}"
-    if cache_bytes <= 0:
-        found = f"nothing is available beside {size(plan.weight_bytes)} of weights"
     return ConfigError(
         f"{asked} needs {size(needed)} of KV cache ({caches.block_bytes / caches.block_size / KIB:g} KiB a token), but "
-        f"{found}: {_fits(plan, cache_bytes)}{_helps(options)}"
+        f"{_available(plan, cache_bytes)}: {_fits(plan, cache_bytes)}{_helps(options)}"
+    )
+
+
+def _available(plan: Plan, cache_bytes: int) -> str:
+    if plan.kv_cache_memory is not None:
+        return f"kv_cache_memory holds {size(cache_bytes)}"
+    weights = f"{size(plan.weight_bytes)} of weights"
+    if plan.machine.device == "CPU":
+        return f"{size(cache_bytes)} are available, a quarter of what {weights} leave free"
+    share = gpu_share(plan.utilization)
+    left = f"{size(cache_bytes)} are" if cache_bytes > 0 else "nothing is"
+    return (
+        f"{left} available: gpu_memory_utilization={share:g} of {size(plan.machine.total)} is "
+        f"{size(plan.machine.total * share)}, and there are {weights} and {size(sum(plan.kept.values()))} for passes"
     )
 
 
