@@ -20,7 +20,7 @@ from rich.table import Table
 from forerun.cli.serve import parse_bytes, parse_count
 from forerun.errors import ConfigError
 from forerun.memory.budget import DEFAULT_SHARE, MIB
-from forerun.memory.cards import card_mib
+from forerun.memory.cards import find_card
 from forerun.memory.plan import KIB, Machine, Plan, Weights, size
 from forerun.spec.config import SpeculativeConfig, known_keys
 from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, Status
@@ -71,8 +71,8 @@ def plan(
     # fmt: on
     from forerun.engine.config import EngineConfig
 
-    machine = _machine(gpu, gpu_memory)
     notes: list[str] = []
+    machine = _machine(gpu, gpu_memory, notes)
     config = EngineConfig(
         model=model,
         device="cuda" if machine.device == "GPU" else "cpu",
@@ -98,16 +98,22 @@ def plan(
         raise typer.Exit(1)
 
 
-def _machine(gpu: str | None, gpu_memory: str | None) -> Machine:
+def _machine(gpu: str | None, gpu_memory: str | None, notes: list[str]) -> Machine:
     """A card that is told of, or what this machine has."""
-    if gpu is not None and gpu_memory is not None:
-        raise ConfigError(f"--gpu {gpu!r} and --gpu-memory {gpu_memory!r} exclude each other: give one of them")
-    total = card_mib(gpu) * MIB if gpu is not None else parse_bytes("--gpu-memory", gpu_memory)
-    if total is not None:
-        return Machine("GPU", total, total)
-    from forerun.engine.device import find_device
+    from forerun.engine.device import capability_obstacle, find_device
     from forerun.engine.footprint import this_machine
 
+    if gpu is not None and gpu_memory is not None:
+        raise ConfigError(f"--gpu {gpu!r} and --gpu-memory {gpu_memory!r} exclude each other: give one of them")
+    if gpu is not None:
+        card = find_card(gpu)
+        obstacle = f"{card.name} is no NVIDIA GPU"
+        if card.capability is not None:
+            obstacle = capability_obstacle(card.name, card.capability) or ""
+        notes += [f"{obstacle}: it is counted all the same"] if obstacle else []
+        return Machine("GPU", card.mib * MIB, card.mib * MIB)
+    if (total := parse_bytes("--gpu-memory", gpu_memory)) is not None:
+        return Machine("GPU", total, total)
     return this_machine(find_device("auto")[0])
 
 
@@ -230,7 +236,7 @@ def _print(
             table.add_column(escape(name), justify="right", no_wrap=True)
         for title, row in _rows(next(iter(made.values())), made):
             table.add_row(title, *row)
-        console.print(f"{escape(model)} on {_machine_words(machine)}", highlight=False)
+        console.print(f"{model} on {_machine_words(machine)}", markup=False, highlight=False, soft_wrap=True)
         whole = Measurement.get(console, console.options.update(max_width=MOST_COLUMNS), table).maximum
         Console(width=max(console.width, whole)).print(table)  # figures are not cut, however narrow the terminal
     for line in _lines(plans, notes):
@@ -251,8 +257,9 @@ def _rows(first: Plan, plans: Mapping[str, Plan]) -> Iterator[tuple[str, list[st
     yield row("weights of the target", lambda p: _weights([p.target]))
     yield row("weights of the proposer", lambda p: _weights(list(p.drafts.values())))
     yield row("KV a token", _token_words)
-    yield row("left for KV, before activations", lambda p: size(p.cache_bytes_before_activations))
-    yield row("  tokens that fit", lambda p: _tokens(p, p.cache_bytes_before_activations))
+    if first.machine.device == "GPU":  # on a CPU they do not count
+        yield row("left for KV, before activations", lambda p: size(p.cache_bytes_before_activations))
+        yield row("  tokens that fit", lambda p: _tokens(p, p.cache_bytes_before_activations))
     for name in dict.fromkeys(name for each in plans.values() for name in each.kept):
         yield row(name, lambda p, name=name: size(p.kept[name]) if name in p.kept else "")  # type: ignore[misc]
     yield row("left for KV", lambda p: size(p.cache_bytes))

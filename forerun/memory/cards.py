@@ -4,37 +4,55 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import dataclass
 
 from forerun.errors import ConfigError
 
-# MiB, of nvidia-smi and rocm-smi. Boards of one name differ by a few MiB, and so do drivers.
-CARDS: dict[str, int] = {
-    "A10": 23028,
-    "A10G": 23028,
-    "A100-40GB": 40960,
-    "A100-80GB": 81920,
-    "A40": 46068,
-    "A6000": 49140,
-    "B200": 183359,
-    "GH200": 97871,
-    "H100": 81559,
-    "H200": 143771,
-    "L4": 23034,
-    "L40": 46068,
-    "L40S": 46068,
-    "MI300X": 196592,
-    "RTX-3090": 24576,
-    "RTX-4080": 16376,
-    "RTX-4090": 24564,
-    "RTX-5090": 32607,
-    "RTX-6000-Ada": 49140,
-    "T4": 15360,
-    "V100-32GB": 32768,
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU.
+
+    Attributes:
+        mib: its memory. Boards of one name differ by a few MiB, and so do drivers.
+        capability: of CUDA; None: it is no NVIDIA GPU.
+    """
+
+    name: str
+    mib: int
+    capability: tuple[int, int] | None
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("A10", 23028, (8, 6)),
+        Card("A10G", 23028, (8, 6)),
+        Card("A100-40GB", 40960, (8, 0)),
+        Card("A100-80GB", 81920, (8, 0)),
+        Card("A40", 46068, (8, 6)),
+        Card("A6000", 49140, (8, 6)),
+        Card("B200", 183359, (10, 0)),
+        Card("GH200", 97871, (9, 0)),
+        Card("H100", 81559, (9, 0)),
+        Card("H200", 143771, (9, 0)),
+        Card("L4", 23034, (8, 9)),
+        Card("L40", 46068, (8, 9)),
+        Card("L40S", 46068, (8, 9)),
+        Card("MI300X", 196592, None),
+        Card("RTX-3090", 24576, (8, 6)),
+        Card("RTX-4080", 16376, (8, 9)),
+        Card("RTX-4090", 24564, (8, 9)),
+        Card("RTX-5090", 32607, (12, 0)),
+        Card("RTX-6000-Ada", 49140, (8, 9)),
+        Card("T4", 15360, (7, 5)),
+        Card("V100-32GB", 32768, (7, 0)),
+    )
 }
 
 
-def card_mib(name: str) -> int:
-    """MiB of the GPU of that name; case, spaces and dashes do not count, nor does a maker's name before it.
+def find_card(name: str) -> Card:
+    """The GPU of that name; case, spaces and dashes do not count, nor does a maker's name before it.
 
     Raises:
         ConfigError: none of the table.

@@ -17,7 +17,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.footprint import Otherwise, footprint
 from forerun.errors import CheckpointError, ConfigError
 from forerun.memory.budget import GIB, MIB
-from forerun.memory.cards import CARDS, card_mib
+from forerun.memory.cards import CARDS, find_card
 from forerun.memory.plan import Machine, Plan
 from forerun.models.builtin import resolve_model
 from forerun.models.loading import read_config
@@ -360,12 +360,31 @@ def test_a_draft_is_an_option_to_leave_out(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_cards_are_known_by_name() -> None:
-    assert card_mib("NVIDIA L40S") == card_mib("l40s") == 46_068
-    assert card_mib("rtx 4090") == CARDS["RTX-4090"]
+    assert find_card("NVIDIA L40S") == find_card("l40s") == CARDS["L40S"]
+    assert CARDS["L40S"].mib == 46_068
+    assert find_card("rtx 4090") == CARDS["RTX-4090"]
     with pytest.raises(ConfigError, match=r"'A100' is unknown; did you mean A100-40GB or A100-80GB\?"):
-        card_mib("A100")
+        find_card("A100")
     with pytest.raises(ConfigError, match=r"'Quantum 9' is unknown; known: A10, .*give --gpu-memory, such as 46068MiB"):
-        card_mib("Quantum 9")
+        find_card("Quantum 9")
+
+
+def test_a_card_that_is_not_served_is_counted_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = report(capsys, DRAFT, "--gpu", "T4")
+    assert plans["notes"] == ["T4 has compute capability 7.5, and 8.0 or newer is needed: it is counted all the same"]
+    assert plans["none"]["tokens"] > 0
+    assert report(capsys, DRAFT, "--gpu", "MI300X")["notes"][0].startswith("MI300X is no NVIDIA GPU")
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused_in_the_engines_words(
+    tiny_model: Path, draft_models: DraftModels, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = {"method": "draft_model", "model": str(draft_models.renamed), "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError) as caught:
+        make_engine(tiny_model, spec)
+    refused = report(capsys, str(tiny_model), "--gpu", "L40S", drafts=(spec,))["draft_model"]["refused"]
+    assert refused == str(caught.value)
+    assert "has another tokenizer" in refused
 
 
 def test_the_table_shows_each_proposer_and_both_figures(capsys: pytest.CaptureFixture[str]) -> None:
