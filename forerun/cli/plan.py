@@ -30,7 +30,7 @@ from forerun.spec.source import FLAG, read_object
 
 if TYPE_CHECKING:  # torch comes with them, and the options are judged first
     from forerun.engine.config import EngineConfig
-    from forerun.engine.footprint import Otherwise
+    from forerun.engine.footprint import Counted
 
 PLAIN = "none"
 KV_BITS = {"fp8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8}  # planned for, not served
@@ -137,14 +137,14 @@ class Column:
 
     name: str
     config: EngineConfig
-    otherwise: Otherwise
+    counted: Counted
 
 
 def _columns(config: EngineConfig, sources: list[str], bits: Mapping[str, Any], notes: list[str]) -> list[Column]:
     """Plain decoding, then each configuration under the names of its methods."""
-    from forerun.engine.footprint import Otherwise
+    from forerun.engine.footprint import Counted
 
-    plain = Otherwise(weights=False, **bits)
+    plain = Counted(weights=False, **bits)
     roles = assign_roles(config.model, None)
     asked: Sequence[str | Mapping[str, Any]] = sources or ([] if roles.source is None else [{}])
     drafting = [_column(config, source, plain, notes) for source in asked]
@@ -155,14 +155,14 @@ def _columns(config: EngineConfig, sources: list[str], bits: Mapping[str, Any], 
     return columns
 
 
-def _column(config: EngineConfig, source: str | Mapping[str, Any], plain: Otherwise, notes: list[str]) -> Column:
+def _column(config: EngineConfig, source: str | Mapping[str, Any], plain: Counted, notes: list[str]) -> Column:
     """One configuration. A method that is known and not served is planned for too, where its network is known."""
     given = known_keys(read_object(source))
     method = given.get("method")
     name = METHOD_ALIASES.get(method, method) if isinstance(method, str) else None
     if name in METHODS and METHODS[name].status is Status.NOT_YET:
-        otherwise = replace(plain, method=given | {"method": name}, head_copy=_head_copy(given))
-        return Column(name, config, otherwise)
+        counted = replace(plain, method=given | {"method": name}, head_copy=_head_copy(given))
+        return Column(name, config, counted)
     roles = assign_roles(config.model, given)
     spec = SpeculativeConfig.parse(roles.source)
     notes += [*([roles.note] if roles.note else []), *spec.warnings]
@@ -191,10 +191,10 @@ def _plan_of(column: Column, machine: Machine) -> Plan | ConfigError:
             completed, notes = complete(spec, target, read_head_of)
             config = replace(config, speculative_config=completed)
         notes = [*notes, *_tokenizer_notes(config)]
-        made = footprint(config, machine, column.otherwise)
+        made = footprint(config, machine, column.counted)
         refusals = []
         if not made.served_len:
-            refusals = [does_not_fit(config, made, made.cache_bytes, column.otherwise, least=False)]
+            refusals = [does_not_fit(config, made, made.cache_bytes, column.counted, least=False)]
     except ConfigError as error:
         return error
     said = [note.removeprefix("WARNING: ") for note in notes]

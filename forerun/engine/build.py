@@ -15,7 +15,7 @@ from forerun.engine.cache import CachePool
 from forerun.engine.config import EngineConfig
 from forerun.engine.device import find_device
 from forerun.engine.engine import Engine
-from forerun.engine.footprint import check_fit, check_room, this_machine, weights_form
+from forerun.engine.footprint import check_device, check_fit, check_room, this_machine, weights_form
 from forerun.engine.messages import EngineInfo
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Scheduler
@@ -36,8 +36,6 @@ from forerun.spec.heads import complete
 from forerun.spec.proposer import TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
-
-CPU_DTYPES = ("auto", "float32")
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     _set_num_threads(config.num_threads)
     device, obstacle = find_device(config.device)
-    _check_device(config, device)
+    check_device(config, device.type != "cpu")
     path = str(resolve_model(config.model))
     model_config = read_config(path)
     config, head_notes = _complete(config, model_config)
@@ -140,14 +138,6 @@ def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype) ->
         kv_dtype=kv_dtype,
         packed=target.packed,
     )
-
-
-def _check_device(config: EngineConfig, device: torch.device) -> None:
-    """Fail where the device cannot do what was asked for."""
-    if device.type == "cpu" and config.dtype not in CPU_DTYPES:
-        raise ConfigError(f"dtype={config.dtype!r} is not served on a CPU: use {' or '.join(CPU_DTYPES)}")
-    if device.type != "cpu" and config.quantization is not None:
-        raise ConfigError(f"quantization={config.quantization!r} is served on a CPU only: leave it out on a GPU")
 
 
 def _check_budget(config: EngineConfig, device: torch.device) -> None:

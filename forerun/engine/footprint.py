@@ -37,14 +37,15 @@ from forerun.spec.method_rules import HEADS
 from forerun.spec.proposers.draft_loading import draft_context, draft_mask
 from forerun.spec.refusal import refuse, show
 
+CPU_DTYPES = ("auto", "float32")
 PROB_BYTES = 4  # of a draft's probability of a token
 HEAD_COPY_BITS = {"fp8": 8.0, "nvfp4": 4.0 + 8 / 16}  # of a weight; nvfp4 has a scale of 8 bits for 16 of them
 ROW_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Otherwise:
-    """What is planned for and not served: for `forerun plan`, never for an engine.
+class Counted:
+    """What is counted and not served: for `forerun plan`, never for an engine.
 
     Attributes:
         kv_bits, weight_bits: of a value in the cache, of a linear layer's weight; None: as the settings say.
@@ -60,7 +61,7 @@ class Otherwise:
     weights: bool = True
 
 
-SERVED = Otherwise()
+NOTHING = Counted()
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class Served:
     form: Form
     kv_bytes: float  # of a value in the cache
     config: EngineConfig
-    otherwise: Otherwise
+    counted: Counted
 
     @property
     def decoder(self) -> DecoderConfig:
@@ -109,7 +110,7 @@ class Served:
 
     def resolve(self, model: str | None, revision: str | None) -> Path:
         assert model is not None
-        return resolve_model(model, revision=revision, weights=self.otherwise.weights)
+        return resolve_model(model, revision=revision, weights=self.counted.weights)
 
 
 def this_machine(device: torch.device) -> Machine:
@@ -121,23 +122,32 @@ def this_machine(device: torch.device) -> Machine:
     return Machine("GPU", total, free)
 
 
+def check_device(config: EngineConfig, on_gpu: bool) -> None:
+    """Fail where a device of that kind cannot do what was asked for."""
+    if not on_gpu and config.dtype not in CPU_DTYPES:
+        raise ConfigError(f"dtype={config.dtype!r} is not served on a CPU: use {' or '.join(CPU_DTYPES)}")
+    if on_gpu and config.quantization is not None:
+        raise ConfigError(f"quantization={config.quantization!r} is served on a CPU only: leave it out on a GPU")
+
+
 def weights_form(config: EngineConfig, path: Path, on_gpu: bool) -> Form:
     """How the target's weights are held."""
     dtype = gpu.model_dtype(config.dtype, str(path)) if on_gpu else torch.float32
     return Form(dtype, config.dtype == "auto" and not on_gpu, config.quantization)
 
 
-def footprint(config: EngineConfig, machine: Machine, otherwise: Otherwise = SERVED) -> Plan:
+def footprint(config: EngineConfig, machine: Machine, counted: Counted = NOTHING) -> Plan:
     """What an engine of these settings takes of the machine.
 
     Raises:
         ConfigError: as `build_engine`, as far as configs and headers tell.
     """
     on_gpu = machine.device == "GPU"
-    path = resolve_model(config.model, weights=otherwise.weights)
+    check_device(config, on_gpu)
+    path = resolve_model(config.model, weights=counted.weights)
     form = weights_form(config, path, on_gpu)
-    sizes = size_decoder(path, form, otherwise.weight_bits)
-    served = Served(path, sizes, form, _kv_bytes(config, sizes, form, otherwise), config, otherwise)
+    sizes = size_decoder(path, form, counted.weight_bits)
+    served = Served(path, sizes, form, _kv_bytes(config, sizes, form, counted), config, counted)
     parts = dict(_parts(served))
     groups = [GroupSpec("target", served.block_bytes(sizes.config))]
     groups += [part.group for part in parts.values() if part.group is not None]
@@ -162,9 +172,9 @@ def footprint(config: EngineConfig, machine: Machine, otherwise: Otherwise = SER
     )
 
 
-def _kv_bytes(config: EngineConfig, sizes: Sizes, form: Form, otherwise: Otherwise) -> float:
-    if otherwise.kv_bits is not None:
-        return otherwise.kv_bits / 8
+def _kv_bytes(config: EngineConfig, sizes: Sizes, form: Form, counted: Counted) -> float:
+    if counted.kv_bits is not None:
+        return counted.kv_bits / 8
     auto = torch.bfloat16 if sizes.is_packed else form.dtype  # `Decoder.kv_dtype`
     return KV_DTYPES.get(config.kv_cache_dtype, auto).itemsize
 
@@ -194,8 +204,8 @@ def _kept(served: Served, parts: Mapping[str, Part], on_gpu: bool) -> dict[str, 
 
 def _parts(served: Served) -> Iterator[tuple[str, Part]]:
     """Each proposer under the name that its drafts are counted as."""
-    if served.otherwise.method is not None:
-        yield str(served.otherwise.method["method"]), _unserved(served.otherwise.method, served)
+    if served.counted.method is not None:
+        yield str(served.counted.method["method"]), _unserved(served.counted.method, served)
     spec = served.config.speculative_config
     seen: Counter[str] = Counter()
     for method in spec.methods if spec else ():
@@ -264,7 +274,7 @@ def _probabilities(method: MethodConfig, served: Served) -> dict[str, int]:
 
 def _head_copy(served: Served) -> dict[str, int]:
     """The drafter's own copy of the target's output head, quantised."""
-    if (kind := served.otherwise.head_copy) is None:
+    if (kind := served.counted.head_copy) is None:
         return {}
     num_rows, width = served.decoder.vocab_size, served.decoder.hidden_size
     num_bytes = int(num_rows * width * HEAD_COPY_BITS[kind] / 8) + num_rows * ROW_SCALE_BYTES
@@ -319,17 +329,17 @@ def check_fit(config: EngineConfig, plan: Plan, caches: CacheGroups, cache_bytes
 
 
 def does_not_fit(
-    config: EngineConfig, plan: Plan, cache_bytes: int, otherwise: Otherwise = SERVED, *, least: bool = True
+    config: EngineConfig, plan: Plan, cache_bytes: int, counted: Counted = NOTHING, *, least: bool = True
 ) -> ConfigError:
     """What to say of caches of so many bytes that do not hold what they must.
 
     Args:
         least: weights are counted as what they take at least.
     """
-    return refusal(plan, cache_bytes, _options(config, plan, cache_bytes, otherwise, least))
+    return refusal(plan, cache_bytes, _options(config, plan, cache_bytes, counted, least))
 
 
-def _options(config: EngineConfig, plan: Plan, cache_bytes: int, otherwise: Otherwise, least: bool) -> list[Option]:
+def _options(config: EngineConfig, plan: Plan, cache_bytes: int, counted: Counted, least: bool) -> list[Option]:
     """What else could be asked for, and how much each change brings by itself: computed as the plan itself is."""
     found = []
     num_tokens = min(plan.caches.num_tokens(cache_bytes), plan.model_limit)
@@ -338,7 +348,7 @@ def _options(config: EngineConfig, plan: Plan, cache_bytes: int, otherwise: Othe
         found.append(Option(f"--max-model-len {num_tokens}", saved))
     for flag, changed in _changes(config, plan):
         try:
-            other = footprint(changed, plan.machine, otherwise)
+            other = footprint(changed, plan.machine, counted)
         except ConfigError:  # not one that could be served
             continue
         if (gain := _headroom(other, least) - _headroom(plan, least)) > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import torch
 from forerun.cli import main
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.engine.footprint import Otherwise, footprint
+from forerun.engine.footprint import footprint
 from forerun.errors import CheckpointError, ConfigError
 from forerun.memory.budget import GIB, MIB
 from forerun.memory.cards import CARDS, find_card
@@ -27,6 +28,7 @@ from forerun.spec.heads import complete
 from tests.methods import DraftModels
 from tests.models.heads import tiny_heads
 from tests.models.tiny import hf_model, save_hf
+from tests.spec.test_heads import save_speculators
 from tests.tiny_engine import make_engine, save_tiny_target
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -137,6 +139,54 @@ def test_layers_for_multi_token_prediction_are_counted(with_mtp: Path, capsys: p
     assert "num_speculative_tokens=3 is more than the 1 that the checkpoint is made for" in beyond
 
 
+def test_block_drafters_are_counted_from_their_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DFlash and DSpark share embedding and head with the target, and keep keys and values of the context."""
+    config = json.loads((CONFIGS / "qwen3-8b" / "config.json").read_text())
+    config |= {"num_hidden_layers": 5, "block_size": 16, "markov_rank": 256, "architectures": ["DFlashDraftModel"]}
+    config |= {"dflash_config": {"mask_token_id": 151_669, "target_layer_ids": [1, 9, 17, 25, 33]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    drafts = [{"method": name, "model": str(tmp_path), "num_speculative_tokens": 16} for name in ("dflash", "dspark")]
+    plans = report(capsys, TARGET, *CARD, drafts=tuple(drafts))
+    layer = sum(torch.Size(shape).numel() for shape in read_config(TARGET).layer_shapes(0).values())
+    elements = 5 * layer + 4096 * 5 * 4096 + 2 * 4096
+    assert plans["dflash"]["weights"]["dflash"]["num_bytes"] == 2 * elements
+    assert plans["dspark"]["weights"]["dspark"]["num_bytes"] == 2 * (elements + 2 * 151_936 * 256)
+    assert plans["dflash"]["kv_bytes_per_token"]["dflash"] == 5 * 4 * KIB
+    assert any("more than the 15 that the checkpoint is made for" in line for line in plans["dflash"]["warnings"])
+    assert not any("made for" in line for line in plans["dspark"]["warnings"])
+
+
+def test_more_tokens_than_a_head_was_trained_for_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save_hf(hf_model("llama", num_hidden_layers=tiny_heads.TARGET_LAYERS), tmp_path / "target")
+    head = save_speculators(tmp_path / "head", k=3)
+    (head / "model.safetensors").unlink()
+    for k in (3, 5):
+        spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": k}
+        warnings = report(capsys, str(target), "--gpu", "L4", drafts=(spec,))["eagle3"]["warnings"]
+        beyond = [line for line in warnings if "made for" in line]
+        assert len(beyond) == (k > 3)
+    assert "num_speculative_tokens=5 is more than the 3 that the checkpoint is made for" in beyond[0]
+
+
+def test_an_index_tells_whether_the_file_stores_a_tied_head(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((CONFIGS / "qwen3-0.6b" / "config.json").read_text())
+    form = Form(torch.bfloat16)
+    for names, stored in ((["model.norm.weight"], False), (["model.norm.weight", "lm_head.weight"], True)):
+        index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        weights = size_decoder(tmp_path, form).weights
+        assert (weights.otherwise is not None) == stored
+        assert weights.num_bytes == pytest.approx(1.19e9, rel=0.005)
+
+
+def test_settings_that_a_device_does_not_serve_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = report(capsys, TARGET, "--gpu", "L40S", "--quantization", "int8")
+    assert plans["none"]["refused"] == "quantization='int8' is served on a CPU only: leave it out on a GPU"
+    assert plans["code"] == 1
+
+
 def test_a_method_that_the_checkpoint_does_not_have_is_refused_in_its_column(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -175,15 +225,12 @@ def test_quantised_weights_are_counted_by_flag_and_by_checkpoint(
 # -- plan and engine
 
 
-def planned(engine_config: EngineConfig, otherwise: Otherwise | None = None) -> Plan:
+def planned(config: EngineConfig) -> Plan:
     """For a CPU with memory enough. The heads' headers are read first, as at start."""
-    config = engine_config
     if config.speculative_config is not None:
-        import dataclasses
-
         completed, _ = complete(config.speculative_config, read_config(resolve_model(config.model)))
         config = dataclasses.replace(config, speculative_config=completed)
-    return footprint(config, Machine("CPU", 64 * GIB, 64 * GIB), otherwise or Otherwise())
+    return footprint(config, Machine("CPU", 64 * GIB, 64 * GIB))
 
 
 def agree(model: Path | str, spec: Mapping[str, Any] | None, *, shared: bool = False, **settings: Any) -> None:
