@@ -35,6 +35,7 @@ from forerun.models.sizes import Form, Sizes, read_head_config, size_decoder, si
 from forerun.spec.config import MethodConfig, unserved
 from forerun.spec.method_rules import HEADS
 from forerun.spec.proposers.draft_loading import draft_context, draft_mask
+from forerun.spec.proposers.head_loading import head_context_notes
 from forerun.spec.refusal import refuse, show
 
 CPU_DTYPES = ("auto", "float32")
@@ -246,11 +247,12 @@ def _head(method: MethodConfig, served: Served, name: str) -> Part:
     head, weights = size_head(path, served.decoder, form)
     group = GroupSpec(name, served.block_bytes(head.layers), method=method.method, beside_target=True)
     part = Part(weights, group, num_taps=len(head.taps), states=len(head.taps) * head.target_hidden_size)
+    part.warnings += head_context_notes(head.max_positions(served.max_model_len), served.max_model_len)
     part.kept |= _probabilities(method, served) | _head_copy(served)
-    if head.num_speculative_tokens is not None and method.max_draft_tokens > head.num_speculative_tokens:
-        part.warnings.append(
-            _beyond(method.max_draft_tokens, head.num_speculative_tokens, "acceptance falls with them")
-        )
+    part.kept["rope tables"] = rope_bytes(head.layers, served.max_model_len, served.form.dtype.itemsize)
+    trained = head.num_speculative_tokens
+    if trained is not None and method.max_draft_tokens > trained:
+        part.warnings.append(_beyond(method.max_draft_tokens, trained, "later ones are guessed worse"))
     return part
 
 
