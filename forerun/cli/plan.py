@@ -192,6 +192,7 @@ def _plan_of(column: Column, machine: Machine) -> Plan | ConfigError:
             config = replace(config, speculative_config=completed)
         notes = [*notes, *_tokenizer_notes(config)]
         made = footprint(config, machine, column.counted)
+        made.check_asked()
         refusals = []
         if not made.served_len:
             refusals = [does_not_fit(config, made, made.cache_bytes, column.counted, least=False)]

@@ -14,13 +14,15 @@ DEFAULT_SHARE = 0.25  # of what is free once the weights are loaded
 GPU_UTILIZATION = 0.92  # of a GPU's memory
 
 
-def kv_cache_bytes(wanted: int | None) -> int:
+def kv_cache_bytes(wanted: int | None, free: int | None = None) -> int:
     """Bytes for KV blocks: what the user asked for, else a quarter of the free memory.
 
+    Args:
+        free: bytes; None: what is free now.
     Raises:
         ConfigError: more than there is.
     """
-    free = int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available) if free is None else free
     if wanted is None:
         return int(free * DEFAULT_SHARE)
     if wanted > free:

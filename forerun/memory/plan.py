@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.errors import ConfigError
-from forerun.memory.budget import DEFAULT_SHARE, GIB, MIB, GpuMemory, fit_model_len, gpu_cache_bytes, gpu_share
+from forerun.memory.budget import (
+    GIB,
+    MIB,
+    GpuMemory,
+    fit_model_len,
+    gpu_cache_bytes,
+    gpu_share,
+    kv_cache_bytes,
+)
 from forerun.memory.groups import CacheGroups
 
 KIB = 2**10
@@ -104,9 +112,21 @@ class Plan:
         if self.kv_cache_memory is not None:
             return self.kv_cache_memory
         if self.machine.device == "CPU":
-            return int((self.machine.free - weights) * DEFAULT_SHARE)
+            return kv_cache_bytes(None, self.machine.free - weights)
         memory = GpuMemory(self.machine.total, self.machine.free - weights, kept)
         return gpu_cache_bytes(None, memory, self.utilization)
+
+    def check_asked(self) -> None:
+        """Fail where more is asked for the caches than there is beside the weights.
+
+        Raises:
+            ConfigError: in the words of the engine.
+        """
+        free, kept = self.machine.free - self.weight_bytes, sum(self.kept.values())
+        if self.kv_cache_memory is not None and self.machine.device == "GPU":
+            gpu_cache_bytes(self.kv_cache_memory, GpuMemory(self.machine.total, free, kept), self.utilization)
+        elif self.kv_cache_memory is not None:
+            kv_cache_bytes(self.kv_cache_memory, free)
 
     @property
     def length(self) -> int:

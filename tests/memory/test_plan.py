@@ -187,6 +187,12 @@ def test_settings_that_a_device_does_not_serve_are_refused(capsys: pytest.Captur
     assert plans["code"] == 1
 
 
+def test_more_cache_than_there_is_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = report(capsys, TARGET, *CARD, "--kv-cache-memory", "40GiB")["none"]["refused"]
+    assert "kv_cache_memory=42949672960 (40.00 GiB) is more than the " in refused
+    assert report(capsys, TARGET, *CARD, "--kv-cache-memory", "9GiB")["none"]["tokens"] == 65_536
+
+
 def test_a_method_that_the_checkpoint_does_not_have_is_refused_in_its_column(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
