@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+GPU_ROW_TILE = 16  # most rows of a QueryTile on a GPU
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:

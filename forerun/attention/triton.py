@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.attention.interface import AttentionSpec, StepLayout
+from forerun.attention.interface import GPU_ROW_TILE, AttentionSpec, StepLayout
 from forerun.attention.layout import TILE_FIELDS, flatten_tiles
 from forerun.attention.reference import ReferenceAttention
 
@@ -180,7 +180,7 @@ class TritonAttention(ReferenceAttention):
     size; products are of the queries' dtype.
     """
 
-    row_tile = 16
+    row_tile = GPU_ROW_TILE
 
     def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype, alone: bool = False) -> None:
         super().__init__(spec, pool, dtype, alone)

@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "Serve a model over HTTP, in OpenAI's form.",
     "generate": "Complete a prompt, here and now.",
     "demo": "Show what speculation brings, on the built-in model.",
+    "plan": "Say what a server would take of memory, from config files alone.",
     "config": "List the keys of --speculative-config, or check one.",
 }
 

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,16 @@ from forerun.engine.cache import CachePool
 from forerun.engine.config import EngineConfig
 from forerun.engine.device import find_device
 from forerun.engine.engine import Engine
+from forerun.engine.footprint import check_device, check_fit, check_room, this_machine, weights_form
 from forerun.engine.messages import EngineInfo
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Scheduler
 from forerun.errors import ConfigError
 from forerun.kernels import check_row_exactness, native
 from forerun.kernels.fused import PlainLinear
-from forerun.memory.budget import fit_model_len, kv_cache_bytes, start_up_lines
-from forerun.memory.groups import GroupSpec
+from forerun.memory.budget import kv_cache_bytes, start_up_lines
+from forerun.memory.groups import CacheGroups, GroupSpec
+from forerun.memory.plan import Plan
 from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder, attention_spec
@@ -43,8 +46,6 @@ from forerun.spec.heads import complete
 from forerun.spec.proposer import TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
-
-CPU_DTYPES = ("auto", "float32")
 
 
 @dataclass(frozen=True)
@@ -91,20 +92,18 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_num_threads(config.num_threads)
     custom = load_processors(config.logits_processors)
     device, obstacle = find_device(config.device)
-    _check_device(config, device)
+    check_device(config, device.type != "cpu")
     path = str(resolve_model(config.model))
     defaults = sampling_defaults(config.generation_config, path)
     model_config = read_config(path)
     config, head_notes = _complete(config, model_config)
-    shape = attention_spec(model_config, config.block_size).shape
-    least_dtype = KV_DTYPES.get(config.kv_cache_dtype, torch.bfloat16)
-    most_bytes = _most_cache_bytes(config, device)
-    _fit(config, model_config, shape.block_bytes(least_dtype.itemsize), most_bytes)
+    _check_budget(config, device)
+    plan = check_room(config, this_machine(device))
     target = _load_target(config, path, model_config, device)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, target.model.kv_dtype)
     proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype))
 
-    caches = _size_caches(config, target, kv_dtype, proposer)
+    caches = _size_caches(config, target, kv_dtype, proposer, plan)
     memory = new_memory(caches.pool.num_bytes, device)
     proposer.attach_all(memory, caches.pool.num_target_blocks)
     alone = len(caches.pool.groups) == 1
@@ -179,19 +178,12 @@ def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype) ->
     )
 
 
-def _check_device(config: EngineConfig, device: torch.device) -> None:
-    """Fail where the device cannot do what was asked for."""
-    if device.type == "cpu" and config.dtype not in CPU_DTYPES:
-        raise ConfigError(f"dtype={config.dtype!r} is not served on a CPU: use {' or '.join(CPU_DTYPES)}")
-    if device.type != "cpu" and config.quantization is not None:
-        raise ConfigError(f"quantization={config.quantization!r} is served on a CPU only: leave it out on a GPU")
-
-
-def _most_cache_bytes(config: EngineConfig, device: torch.device) -> int:
-    """More than what the caches will have, for refusals before weights load."""
+def _check_budget(config: EngineConfig, device: torch.device) -> None:
+    """Fail, before weights load, where more memory is asked for than is free."""
     if device.type == "cpu":
-        return kv_cache_bytes(config.kv_cache_memory_bytes)
-    return gpu.most_cache_bytes(config, device)
+        kv_cache_bytes(config.kv_cache_memory_bytes)
+    else:
+        gpu.check_budget(config, device)
 
 
 def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig, device: torch.device) -> Target:
@@ -203,10 +195,11 @@ def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig, d
             f"is {model_config.vocab_size}: it is not this model's tokenizer"
         )
     max_positions = config.max_model_len or model_config.max_position_embeddings
-    packed = config.dtype == "auto" and device.type == "cpu"
-    dtype = torch.float32 if device.type == "cpu" else gpu.model_dtype(config.dtype, path)
-    model = load_model(path, dtype, max_positions, packed=packed, quantization=config.quantization, device=device)
-    return Target(model_config, model, packed, tokenizer, time.perf_counter() - started)
+    form = weights_form(config, Path(path), device.type != "cpu")
+    model = load_model(
+        path, form.dtype, max_positions, packed=form.packed, quantization=form.quantization, device=device
+    )
+    return Target(model_config, model, form.packed, tokenizer, time.perf_counter() - started)
 
 
 def _info(
@@ -270,26 +263,19 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
     return warnings
 
 
-def _size_caches(config: EngineConfig, target: Target, kv_dtype: torch.dtype, proposer: FirstOf) -> Caches:
+def _size_caches(config: EngineConfig, target: Target, kv_dtype: torch.dtype, proposer: FirstOf, plan: Plan) -> Caches:
     block_bytes = attention_spec(target.config, config.block_size).shape.block_bytes(kv_dtype.itemsize)
-    beside_bytes = sum(group.block_bytes for group in proposer.groups_beside)
-    groups = [GroupSpec("target", block_bytes), *proposer.own_groups]
+    groups = CacheGroups(
+        config.block_size, (GroupSpec("target", block_bytes), *proposer.own_groups, *proposer.groups_beside)
+    )
     if target.model.device.type == "cpu":
         cache_bytes = kv_cache_bytes(config.kv_cache_memory_bytes)
     else:
         cache_bytes = gpu.cache_bytes(config, target.model, kv_dtype, proposer.hidden_taps)
-    pool = CachePool(groups, cache_bytes, beside_bytes)
-    num_bytes = pool.num_bytes + pool.num_target_blocks * beside_bytes
-    max_model_len = _fit(config, target.config, block_bytes + beside_bytes, num_bytes)
+    max_model_len = check_fit(config, plan, groups, cache_bytes)
+    pool = CachePool(groups.own, cache_bytes, groups.beside_bytes)
+    num_bytes = pool.num_bytes + pool.num_target_blocks * groups.beside_bytes
     return Caches(pool, num_bytes, kv_dtype, max_model_len)
-
-
-def _fit(config: EngineConfig, model: DecoderConfig, block_bytes: int, cache_bytes: int) -> int:
-    """The longest request that model and cache can serve; refuses one that the user asked for and that does not fit."""
-    num_tokens = cache_bytes // block_bytes * config.block_size
-    return fit_model_len(
-        config.max_model_len, model.max_position_embeddings, num_tokens, block_bytes // config.block_size
-    )
 
 
 def _set_num_threads(count: int | None) -> None:

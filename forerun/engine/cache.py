@@ -12,11 +12,10 @@ alike can have it back) or *empty*. Kept blocks are given up oldest first, when 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from forerun.memory.groups import GroupSpec
+from forerun.memory.groups import GroupSpec, chunk_bytes, num_chunks
 
 BlockHash = bytes
 
@@ -195,9 +194,8 @@ class CachePool:
     """
 
     def __init__(self, specs: Sequence[GroupSpec], total_bytes: int, beside_bytes: int = 0) -> None:
-        self.chunk_bytes = math.lcm(*(spec.block_bytes for spec in specs))
-        blocks_per_chunk = self.chunk_bytes // specs[0].block_bytes
-        self.num_chunks = total_bytes // (self.chunk_bytes + blocks_per_chunk * beside_bytes)
+        self.chunk_bytes = chunk_bytes(specs)
+        self.num_chunks = num_chunks(specs, total_bytes, beside_bytes)
         self._free_chunks = list(range(self.num_chunks - 1, -1, -1))
         self.groups = [CacheGroup(spec, self, self.chunk_bytes) for spec in specs]
 

@@ -42,11 +42,14 @@ def cuda_obstacle() -> str | None:
     if not usable:
         found = " ".join(str(caught[0].message).split()) if caught else NO_GPU
         return f"{needed}; {found}"
-    capability = torch.cuda.get_device_capability()
-    if capability < LEAST_CAPABILITY:
-        name, found, least = torch.cuda.get_device_name(), _dotted(capability), _dotted(LEAST_CAPABILITY)
-        return f"{name} has compute capability {found}, and {least} or newer is needed"
-    return None
+    return capability_obstacle(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+
+
+def capability_obstacle(name: str, capability: tuple[int, int]) -> str | None:
+    """Why a GPU of that compute capability cannot be used; None: it can."""
+    if capability >= LEAST_CAPABILITY:
+        return None
+    return f"{name} has compute capability {_dotted(capability)}, and {_dotted(LEAST_CAPABILITY)} or newer is needed"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

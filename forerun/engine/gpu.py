@@ -7,16 +7,17 @@ from pathlib import Path
 
 import torch
 
-from forerun.attention import Segment
+from forerun.attention import GPU_ROW_TILE, Segment
 from forerun.engine.config import EngineConfig
 from forerun.kernels import cuda
-from forerun.kernels.fused import Experts
 from forerun.memory.budget import GIB, GpuMemory, gpu_allowance, gpu_cache_bytes
+from forerun.memory.passes import GRAPH_BYTES, graph_shapes
+from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder, Tap, attention_spec
 from forerun.models.loading import read_metadata
 from forerun.models.paged import DTYPES, PagedModel, new_memory
 
-GRAPH_BYTES = 8 << 20  # of one graph: 7 MiB were measured for 36 layers
+CONTEXT_BYTES = 512 << 20  # of CUDA and its libraries, before anything is loaded
 SEGMENT_ROWS = 16  # of the sequences of the measured pass
 
 
@@ -29,16 +30,17 @@ def model_dtype(wanted: str, path: str) -> torch.dtype:
     return torch.float16 if stored == "float16" else torch.bfloat16
 
 
-def most_cache_bytes(config: EngineConfig, device: torch.device) -> int:
-    """More than what the caches will have, before weights load.
+def check_budget(config: EngineConfig, device: torch.device) -> None:
+    """Fail, before weights load, where more memory is asked for than is free.
 
     Raises:
         ConfigError: the GPU's memory is not as free as it must be.
     """
     free, total = torch.cuda.mem_get_info(device)
     if config.kv_cache_memory_bytes is not None:
-        return gpu_cache_bytes(config.kv_cache_memory_bytes, GpuMemory(total, free), None)
-    return gpu_allowance(GpuMemory(total, free), config.gpu_memory_utilization)
+        gpu_cache_bytes(config.kv_cache_memory_bytes, GpuMemory(total, free), None)
+    else:
+        gpu_allowance(GpuMemory(total, free), config.gpu_memory_utilization)
 
 
 def cache_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
@@ -49,7 +51,7 @@ def cache_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, tap
     """
     pass_bytes = _pass_bytes(config, model, kv_dtype, taps)
     free, total = torch.cuda.mem_get_info(model.device)
-    memory = GpuMemory(total, free, pass_bytes, GRAPH_BYTES * len(_graph_shapes(config, model)))
+    memory = GpuMemory(total, free, pass_bytes, GRAPH_BYTES * _num_graphs(config, model))
     return gpu_cache_bytes(config.kv_cache_memory_bytes, memory, config.gpu_memory_utilization)
 
 
@@ -63,7 +65,7 @@ def _pass_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, tap
     num_rows = config.max_num_batched_tokens
     # all sequences write to the same blocks: what they compute is of no interest
     segments = [Segment([0] * min(SEGMENT_ROWS, num_rows - i), 0, blocks) for i in range(0, num_rows, SEGMENT_ROWS)]
-    num_logits = min(num_rows, config.max_num_seqs * _rows_a_request(config)[-1])
+    num_logits = logit_rows(config)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     paged.logits(paged.forward(segments, taps), range(num_logits)).softmax(-1)
@@ -72,25 +74,32 @@ def _pass_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, tap
     return peak
 
 
+def logit_rows(config: EngineConfig) -> int:
+    """Most rows of a pass that get logits."""
+    return min(config.max_num_batched_tokens, config.max_num_seqs * _rows_a_request(config)[-1])
+
+
+def shapes_to_record(config: EngineConfig, model: DecoderConfig) -> list[tuple[int, int]]:
+    """Of the passes that graphs are recorded for, where there is Triton."""
+    if any(model.has_experts(layer) for layer in range(model.num_layers)):
+        return []  # which experts run is decided on the host
+    return graph_shapes(config.max_num_seqs, _rows_a_request(config), GPU_ROW_TILE)
+
+
 def _rows_a_request(config: EngineConfig) -> tuple[int, ...]:
     """Rows that a request usually has in a step: one, and with drafts one more than their tokens."""
     spec = config.speculative_config
     return (1, 1 + spec.num_speculative_tokens) if spec else (1,)
 
 
-def _graph_shapes(config: EngineConfig, model: Decoder) -> list[tuple[int, int]]:
-    if not cuda.available() or any(isinstance(layer.mlp, Experts) for layer in model.layers):
-        return []  # which experts run is decided on the host
-    from forerun.models.graphs import graph_shapes
-
-    return graph_shapes(config.max_num_seqs, _rows_a_request(config))
+def _num_graphs(config: EngineConfig, model: Decoder) -> int:
+    return len(shapes_to_record(config, model.config)) if cuda.available() else 0
 
 
 def record(paged: PagedModel, config: EngineConfig, max_model_len: int, taps: Sequence[Tap]) -> tuple[PagedModel, str]:
     """The model with graphs for its usual passes, and the line that says what they took; "" where it can have none."""
     model = paged.model
-    shapes = _graph_shapes(config, model) if isinstance(model, Decoder) else []
-    if not shapes:
+    if not isinstance(model, Decoder) or not _num_graphs(config, model):
         return paged, ""
     from forerun.attention.triton import TritonAttention
     from forerun.models.graphs import GraphedModel
@@ -99,7 +108,7 @@ def record(paged: PagedModel, config: EngineConfig, max_model_len: int, taps: Se
     graphed = GraphedModel(model, paged.attention, paged.block_size)
     spec = config.speculative_config
     trees = spec is not None and any(method.spec_tree is not None for method in spec.methods)
-    graphed.record(shapes, max_model_len, taps, trees=trees)
+    graphed.record(shapes_to_record(config, model.config), max_model_len, taps, trees=trees)
     seconds, gib = graphed.record_time_s, graphed.record_bytes / GIB
     return graphed, f"Graph capturing finished in {seconds:.0f} secs, took {gib:.2f} GiB"
 

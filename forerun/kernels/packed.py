@@ -47,6 +47,11 @@ def packed_kind(ggml_type: int) -> str | None:
     return KINDS.get(GGMLQuantizationType(ggml_type))
 
 
+def packed_bytes(kind: str, num_rows: int, k: int) -> int:
+    """Memory of a packed weight [num_rows, k]."""
+    return int(extension().packed_bytes(kind, num_rows, k))
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A matrix [N, K] in the form that the extension multiplies.
@@ -62,7 +67,7 @@ class PackedWeight:
 
     @classmethod
     def empty(cls, kind: str, num_rows: int, k: int) -> PackedWeight:
-        return cls(kind, (num_rows, k), allocate(extension().packed_bytes(kind, num_rows, k)))
+        return cls(kind, (num_rows, k), allocate(packed_bytes(kind, num_rows, k)))
 
     @classmethod
     def of_gguf(cls, raw: Tensor, ggml_type: int, shape: tuple[int, int]) -> PackedWeight:

@@ -14,13 +14,15 @@ DEFAULT_SHARE = 0.25  # of what is free once the weights are loaded
 GPU_UTILIZATION = 0.92  # of a GPU's memory
 
 
-def kv_cache_bytes(wanted: int | None) -> int:
+def kv_cache_bytes(wanted: int | None, free: int | None = None) -> int:
     """Bytes for KV blocks: what the user asked for, else a quarter of the free memory.
 
+    Args:
+        free: bytes; None: what is free now.
     Raises:
         ConfigError: more than there is.
     """
-    free = int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available) if free is None else free
     if wanted is None:
         return int(free * DEFAULT_SHARE)
     if wanted > free:
@@ -53,7 +55,7 @@ def gpu_allowance(memory: GpuMemory, utilization: float | None) -> int:
     Raises:
         ConfigError: more than is free.
     """
-    share = GPU_UTILIZATION if utilization is None else utilization
+    share = gpu_share(utilization)
     allowed = int(memory.total * share)
     if allowed > memory.free:
         raise ConfigError(
@@ -64,50 +66,42 @@ def gpu_allowance(memory: GpuMemory, utilization: float | None) -> int:
 
 
 def gpu_cache_bytes(wanted: int | None, memory: GpuMemory, utilization: float | None) -> int:
-    """Bytes for KV blocks once the weights are loaded: what the user asked for, else what the utilization leaves.
+    """Bytes for KV blocks once the weights are loaded: what the user asked for, else what the utilization leaves, which
+    may be nothing or less.
 
     Raises:
-        ConfigError: more than there is, or nothing is left.
+        ConfigError: more is asked for than there is.
     """
     kept = memory.pass_bytes + memory.graph_bytes
-    if wanted is not None:
-        if wanted > memory.free - kept:
-            raise ConfigError(
-                f"kv_cache_memory={wanted} ({wanted / GIB:.2f} GiB) is more than the {(memory.free - kept) / GIB:.2f} "
-                f"GiB that are free on the GPU beside {kept / GIB:.2f} GiB for the largest pass: lower it"
-            )
-        return wanted
-    share = GPU_UTILIZATION if utilization is None else utilization
-    used = memory.total - memory.free
-    left = int(memory.total * share) - used - kept
-    if left <= 0:
+    if wanted is None:
+        used = memory.total - memory.free
+        return int(memory.total * gpu_share(utilization)) - used - kept
+    if wanted > memory.free - kept:
         raise ConfigError(
-            f"gpu_memory_utilization={share} of {memory.total / GIB:.2f} GiB leaves no memory for a KV cache beside "
-            f"{used / GIB:.2f} GiB in use and {kept / GIB:.2f} GiB for the largest pass: raise it"
+            f"kv_cache_memory={wanted} ({wanted / GIB:.2f} GiB) is more than the {(memory.free - kept) / GIB:.2f} "
+            f"GiB that are free on the GPU beside {kept / GIB:.2f} GiB for the largest pass: lower it"
         )
-    return left
+    return wanted
 
 
-def fit_model_len(wanted: int | None, model_limit: int, num_tokens: int, token_bytes: int) -> int:
-    """Longest request to serve.
+def gpu_share(utilization: float | None) -> float:
+    return GPU_UTILIZATION if utilization is None else utilization
+
+
+def fit_model_len(wanted: int | None, model_limit: int, num_tokens: int) -> int | None:
+    """Longest request to serve; None: the cache does not hold what was asked for, or next to nothing.
 
     Args:
         wanted: what the user asked for; None takes the model's own, cut to what the cache holds.
         model_limit: positions that the model knows.
         num_tokens: tokens that the cache holds.
-        token_bytes: bytes of cache per token.
     Raises:
-        ConfigError: `wanted` exceeds the model or the cache; the message says what would fit.
+        ConfigError: `wanted` exceeds the model.
     """
     if wanted is not None and wanted > model_limit:
         raise ConfigError(f"max_model_len={wanted} is more than the {model_limit} positions that the model knows")
     if num_tokens < 2 or (wanted is not None and wanted > num_tokens):
-        asked = f"max_model_len={wanted}" if wanted is not None else f"the model's length of {model_limit} tokens"
-        raise ConfigError(
-            f"{asked} needs {(wanted or model_limit) * token_bytes / MIB:,.1f} MiB of KV cache, but kv_cache_memory "
-            f"holds {num_tokens} tokens in {num_tokens * token_bytes / MIB:,.1f} MiB: "
-            "lower --max-model-len or raise --kv-cache-memory"
-        )
+        return None
     return wanted or min(model_limit, num_tokens)
 
 

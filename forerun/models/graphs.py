@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from array import array
 from collections.abc import Sequence
@@ -16,10 +15,6 @@ from forerun.attention import Segment, StepLayout, lay_out
 from forerun.attention.triton import Tables, TritonAttention, pack_layout
 from forerun.models.decoder import DecoderOutput, Tap
 from forerun.models.paged import Model, PagedModel
-
-LEAST_BATCHES = (1, 2, 4)
-BATCH_STEP = 8
-MOST_ROWS = 512  # of a graph: longer passes keep the GPU busy by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,7 @@ class GraphedModel(PagedModel):
         """Record a graph for each shape.
 
         Args:
-            shapes: `graph_shapes`; at least one.
+            shapes: `memory.passes.graph_shapes`; at least one.
             max_model_len: longest request, tokens.
             taps: what every pass must return.
             trees: whether drafts may be trees.
@@ -135,13 +130,3 @@ class GraphedModel(PagedModel):
 
 
 EMPTY = StepLayout(torch.empty(0, dtype=torch.int64), ())
-
-
-def graph_shapes(max_num_seqs: int, rows: Sequence[int]) -> list[tuple[int, int]]:
-    """(requests, rows of each) that graphs are worth recording for. rows: that a request usually has in a step."""
-    sizes = [size for size in (*LEAST_BATCHES, *range(BATCH_STEP, max_num_seqs, BATCH_STEP)) if size < max_num_seqs]
-    return [
-        (size, num_rows)
-        for size, num_rows in itertools.product((*sizes, max_num_seqs), rows)
-        if size * num_rows <= MOST_ROWS and num_rows <= TritonAttention.row_tile
-    ]

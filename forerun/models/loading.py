@@ -14,11 +14,11 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -71,8 +71,19 @@ class Source:
     kind: str | None
 
 
-KindFor = Callable[[Source], str | None]
-Part = tuple[Source, Slot]
+class Stored(Protocol):
+    """What of a tensor decides how it is held in memory: see `Source`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def kind(self) -> str | None: ...
+
+
+AnySource = TypeVar("AnySource", bound=Stored)
+KindFor = Callable[[Stored], str | None]
+Part = tuple[AnySource, Slot]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +132,7 @@ def load_model(
     assert choose is None or (dtype == torch.float32 and device.type == "cpu")
     path = Path(path)
     with one_line_errors(path):
-        checkpoint = _open(path)
+        checkpoint = open_checkpoint(path)
         weights = _load_weights(checkpoint, dtype, choose, device)
     limit = min(checkpoint.config.max_position_embeddings, DEFAULT_MAX_POSITIONS)
     return Decoder(checkpoint.config, weights, max_positions or limit)
@@ -146,7 +157,7 @@ def read_config(path: str | Path) -> DecoderConfig:
     """
     path = Path(path)
     with one_line_errors(path):
-        return _open(path).config
+        return open_checkpoint(path).config
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
@@ -183,9 +194,17 @@ def _printable(message: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
-def _open(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, without: Sequence[str] = ()) -> Checkpoint:
+    """Read the header of a checkpoint.
+
+    Args:
+        without: keys of config.json to be taken as missing: for who counts what cannot be served.
+    Raises:
+        CheckpointError: as `load_model`, which refuses the keys of `without`.
+        OSError: it cannot be read.
+    """
     if path.is_dir():
-        return _open_directory(path)
+        return _open_directory(path, without)
     if not path.exists():
         raise CheckpointError(_no_such_model(str(path)))
     if not path.is_file():
@@ -222,13 +241,13 @@ def naming(path: Path) -> Iterator[None]:
 # Hugging Face layout
 
 
-def _open_directory(path: Path) -> Checkpoint:
+def _open_directory(path: Path, without: Sequence[str]) -> Checkpoint:
     config_path = path / "config.json"
     if not config_path.exists():
         ggufs = sorted(p.name for p in path.glob("*.gguf"))
         hint = f"; pass the GGUF file itself: {path / ggufs[0]}" if ggufs else ""
         raise CheckpointError(f"{path} has no config.json{hint}")
-    values = Values(read_json(config_path))
+    values = Values({key: value for key, value in read_json(config_path).items() if key not in without})
     with naming(config_path):
         family = family_of(values.text("model_type"), "model_type")
         config = family.read_hf(values)
@@ -479,21 +498,16 @@ def fill_weights(
     Raises:
         CheckpointError: a tensor of another shape or kind, or one that holds numbers that are not finite.
     """
-    parts: dict[str, list[Part]] = {}
     for name, slot in slots.items():
         check_shape(sources[name].where, slot.shape, sources[name].shape)
-        parts.setdefault(slot.tensor, []).append((sources[name], slot))
     weights: dict[str, Weight] = {}
     packed: dict[str, list[PackedWeight]] = {}
-    for tensor, shape in shapes.items():
-        own = sorted(parts[tensor], key=lambda part: part[1].start)
-        kind_of = _own_kind if choose and tensor.endswith(".router") else choose
-        kinds = [kind_of(source) for source, _ in own] if kind_of and len(shape) == 2 else [None]
-        known = [kind for kind in kinds if kind is not None]
-        if len(known) == len(kinds):
-            packed[tensor] = _packed_tensor(own, known)
+    for tensor, parts in parts_of(sources, slots).items():
+        shape = shapes[tensor]
+        if groups := packed_groups(tensor, shape, parts, choose):
+            packed[tensor] = [_packed_tensor(kind, members) for kind, members in groups]
         else:
-            weights[tensor] = _plain_tensor(own, torch.empty(shape, dtype=dtype, device=device))
+            weights[tensor] = _plain_tensor(parts, torch.empty(shape, dtype=dtype, device=device))
     for tensor, pieces in packed.items():
         bias = weights.get(f"{tensor}_bias")
         assert bias is None or isinstance(bias, Tensor)
@@ -502,12 +516,36 @@ def fill_weights(
     return weights
 
 
-def _own_kind(source: Source) -> str | None:
+def parts_of(sources: Mapping[str, AnySource], slots: Mapping[str, Slot]) -> dict[str, list[Part[AnySource]]]:
+    """What each of our tensors is put together from, in row order."""
+    parts: dict[str, list[Part[AnySource]]] = {}
+    for name, slot in slots.items():
+        parts.setdefault(slot.tensor, []).append((sources[name], slot))
+    return {tensor: sorted(own, key=lambda part: part[1].start) for tensor, own in parts.items()}
+
+
+def packed_groups(
+    tensor: str, shape: tuple[int, ...], parts: Sequence[Part[AnySource]], choose: KindFor | None
+) -> list[tuple[str, list[Part[AnySource]]]]:
+    """The packed kinds that a tensor is held in, each with its parts: neighbours of one kind lie in one weight. Nothing
+    where it is held plain, as all of it is where one of its parts has no packed kind."""
+    kind_of = _own_kind if choose and tensor.endswith(".router") else choose
+    if kind_of is None or len(shape) != 2:
+        return []
+    kinds = [(kind_of(source), (source, slot)) for source, slot in parts]
+    known = [(kind, part) for kind, part in kinds if kind is not None]
+    if len(known) < len(kinds):
+        return []
+    groups = itertools.groupby(known, key=lambda pair: pair[0])
+    return [(kind, [part for _, part in members]) for kind, members in groups]
+
+
+def _own_kind(source: Stored) -> str | None:
     """A router stays as it is: it is small, and rounding it would choose other experts."""
     return source.kind
 
 
-def _plain_tensor(parts: Sequence[Part], tensor: Tensor) -> Tensor:
+def _plain_tensor(parts: Sequence[Part[Source]], tensor: Tensor) -> Tensor:
     for source, slot in parts:
         target = tensor[slot.start : slot.start + slot.shape[0]]
         source.fill(target)
@@ -520,33 +558,34 @@ def _plain_tensor(parts: Sequence[Part], tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _packed_tensor(parts: Sequence[Part], kinds: Sequence[str]) -> list[PackedWeight]:
-    """Parts side by side; neighbours of one kind in one weight."""
-    weights = []
-    for kind, group in itertools.groupby(zip(kinds, parts, strict=True), key=lambda pair: pair[0]):
-        members = [part for _, part in group]
-        num_rows = sum(slot.shape[0] for _, slot in members)
-        weight = PackedWeight.empty(kind, num_rows, members[0][1].shape[1])
-        for source, slot in members:
-            heads = slot.interleaved_heads
-            order = _halves_apart(torch.arange(slot.shape[0]), heads) if heads else None
-            source.pack(weight, slot.start - members[0][1].start, order)
-        weights.append(weight)
-    return weights
+def _packed_tensor(kind: str, parts: Sequence[Part[Source]]) -> PackedWeight:
+    """Parts of one kind side by side."""
+    num_rows = sum(slot.shape[0] for _, slot in parts)
+    weight = PackedWeight.empty(kind, num_rows, parts[0][1].shape[1])
+    for source, slot in parts:
+        heads = slot.interleaved_heads
+        order = _halves_apart(torch.arange(slot.shape[0]), heads) if heads else None
+        source.pack(weight, slot.start - parts[0][1].start, order)
+    return weight
 
 
 def _check_names(checkpoint: Checkpoint, sources: Mapping[str, Source]) -> None:
     """All that we need is there, and nothing that would change the result is left over."""
-    missing = [name for name in checkpoint.slots if name not in sources]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]!r} is missing{more}")
+    if message := missing_tensor(checkpoint, sources):
+        raise CheckpointError(message)
     for name, source in sources.items():
         if name in checkpoint.slots or checkpoint.ignored.search(name):
             continue
         if name.startswith(checkpoint.layer_prefix):
             raise CheckpointError(f"{source.where} is a layer's tensor that {checkpoint.config.family} has no use for")
         logger.warning("%s is not used", _printable(source.where))
+
+
+def missing_tensor(checkpoint: Checkpoint, sources: Collection[str]) -> str:
+    """What to say of the first tensor that is not there; "" where all are."""
+    missing = [name for name in checkpoint.slots if name not in sources]
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    return f"{checkpoint.path}: tensor {missing[0]!r} is missing{more}" if missing else ""
 
 
 def check_shape(where: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:

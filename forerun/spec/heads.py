@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
@@ -12,12 +13,23 @@ from forerun.spec.config import MethodConfig, SpeculativeConfig
 from forerun.spec.method_rules import HEADS
 from forerun.spec.refusal import refuse, show, within
 
+ReadHead = Callable[[MethodConfig, DecoderConfig], HeadConfig]
 
-def complete(config: SpeculativeConfig, target: DecoderConfig) -> tuple[SpeculativeConfig, tuple[str, ...]]:
+
+def read_checkpoint(method: MethodConfig, target: DecoderConfig) -> HeadConfig:
+    """What the header of a method's head says."""
+    assert method.model is not None
+    return read_head(resolve_model(method.model, revision=method.revision), target)
+
+
+def complete(
+    config: SpeculativeConfig, target: DecoderConfig, read: ReadHead = read_checkpoint
+) -> tuple[SpeculativeConfig, tuple[str, ...]]:
     """The configuration with each head's K known and its kind of drafting, and the lines that the user should read.
 
     Args:
         target: the model that is served.
+        read: how a head is read.
     Raises:
         ConfigError: a checkpoint that is missing, is of another method, or says no K where none is given; keys that
             contradict it.
@@ -28,15 +40,13 @@ def complete(config: SpeculativeConfig, target: DecoderConfig) -> tuple[Speculat
     for place, method in enumerate(methods):
         if method.method in HEADS:
             with within(f"method[{place}]" if len(methods) > 1 else ""):
-                methods[place] = _with_header(method, target, notes)
+                methods[place] = _with_header(method, read(method, target), target, notes)
     completed = dataclasses.replace(config, methods=tuple(methods))
     notes += [f"WARNING: {warning}" for warning in completed.warnings[len(config.warnings) :]]
     return completed, tuple(notes)
 
 
-def _with_header(method: MethodConfig, target: DecoderConfig, notes: list[str]) -> MethodConfig:
-    assert method.model is not None
-    head = read_head(resolve_model(method.model, revision=method.revision), target)
+def _with_header(method: MethodConfig, head: HeadConfig, target: DecoderConfig, notes: list[str]) -> MethodConfig:
     if head.method != method.method:
         refuse(
             f'method="{method.method}" does not fit model={method.model!r}, whose checkpoint is a head of method '

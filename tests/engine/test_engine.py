@@ -53,7 +53,7 @@ def test_refuses_an_id_that_is_in_use(tiny_model: Path) -> None:
     ("settings", "message"),
     [
         ({"max_model_len": 300}, "max_model_len=300 .* 256 positions"),
-        ({"kv_cache_memory_bytes": 4096}, "lower --max-model-len or raise --kv-cache-memory"),
+        ({"kv_cache_memory_bytes": 4096}, "no request fits; what frees memory: .*--kv-cache-memory 1MiB"),
         ({"kv_cache_memory_bytes": 64 << 10, "max_model_len": 200}, "max_model_len=200 needs"),
         ({"kv_cache_memory_bytes": 1 << 50}, "GiB that are free"),
         ({"max_num_seqs": 0}, "max_num_seqs must be a whole number of at least 1, got 0"),

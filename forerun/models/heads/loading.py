@@ -23,6 +23,7 @@ from forerun.models.families.values import Values
 from forerun.models.gguf_file import row_chunks
 from forerun.models.heads import eagle, eagle3
 from forerun.models.heads.blocks import GGUF, HF
+from forerun.models.heads.config import nested
 from forerun.models.heads.eagle import EagleConfig, EagleHead
 from forerun.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from forerun.models.heads.files import HeadFile, open_head
@@ -54,7 +55,7 @@ def read_head(path: str | Path, target: DecoderConfig, *, aux_layer_ids: Sequenc
     with one_line_errors(path):
         file = open_head(path)
         with naming(file.where):
-            return _checked(file, target, aux_layer_ids)[0]
+            return check_head(file, target, aux_layer_ids)[0]
 
 
 def load_head(
@@ -84,21 +85,48 @@ def load_head(
     with one_line_errors(path):
         file = open_head(path)
         with naming(file.where):
-            config, slots = _checked(file, target.config, aux_layer_ids)
+            config, slots = check_head(file, target.config, aux_layer_ids)
             vocabulary = _vocabulary(file, config)
         weights = fill_weights(file.sources, slots, config.weight_shapes(), target.dtype, choose, device=target.device)
     return _assemble(config, weights, target, None if vocabulary is None else vocabulary.to(target.device))
 
 
-def _checked(
-    file: HeadFile, target: DecoderConfig, aux_layer_ids: Sequence[int] | None
+def check_head(
+    file: HeadFile, target: DecoderConfig, aux_layer_ids: Sequence[int] | None = None, *, known: bool = True
 ) -> tuple[AnyConfig, dict[str, Slot]]:
-    """The config, and where the tensors go; they are what it says, and the target has what is left out."""
+    """The config, and where the tensors go; they are what it says, and the target has what is left out.
+
+    Args:
+        known: the tensors of the file are known; else they are some of those that its config asks for, by name.
+    """
     config = _config(file, target, aux_layer_ids)
     _check_ends(config, target)
     slots = (GGUF if file.gguf else HF).slots(config.weight_shapes(), config.layers)
-    _check_names(file, config, slots)
+    if known:
+        _check_names(file, config, slots)
     return config, slots
+
+
+def declared_names(values: Values) -> set[str]:
+    """The tensors by which networks and their parts are told apart, as a config without its weights speaks of them.
+    Tables that a head may have or share with the target are taken to be its own."""
+    kind = values.text("speculators_model_type", "")
+    layers = nested(values, "transformer_layer_config") if kind else values
+    names = {"embed_tokens.weight"}
+    architectures = " ".join(map(str, values.get("architectures", [])))
+    if kind or "eagle3" in architectures.lower() or values.get("draft_vocab_size") is not None:
+        names |= {"layers.0.hidden_norm.weight", "lm_head.weight"}
+    else:
+        names |= {"fc.weight", "fc.bias"} if values.flag("bias", True) else {"fc.weight"}
+    if layers.flag("attention_bias", False) or layers.flag("qkv_bias", False):
+        names.add("layers.0.self_attn.q_proj.bias")
+    if layers.flag("attention_bias", False):
+        names.add("layers.0.self_attn.o_proj.bias")
+    if layers.flag("mlp_bias", False):
+        names.add("layers.0.mlp.down_proj.bias")
+    if layers.text("model_type", "llama") == "qwen3":
+        names.add("layers.0.self_attn.q_norm.weight")
+    return names
 
 
 def _config(file: HeadFile, target: DecoderConfig, aux_layer_ids: Sequence[int] | None) -> AnyConfig:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from forerun.errors import ConfigError
 from forerun.memory.groups import GroupSpec
@@ -36,8 +34,8 @@ def load_draft_model(config: MethodConfig, target: TargetInfo, name: str) -> Dra
     path = resolve_model(config.model, revision=config.revision)
     draft = read_config(path)
     notes: list[str] = []
-    max_len = _context(config, draft, target, notes)
-    mask = _mask_token_id(config, read_metadata(path), draft) if config.parallel_drafting else None
+    max_len = draft_context(config, draft, target.max_model_len, notes)
+    mask = draft_mask(config, path, draft)
     vocabulary = _vocabulary(config, path, draft, target, mask, notes)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype or "auto", target.kv_dtype)
     shape = attention_spec(draft, target.block_size).shape
@@ -70,25 +68,38 @@ def load_draft_model(config: MethodConfig, target: TargetInfo, name: str) -> Dra
     )
 
 
-def _context(config: MethodConfig, draft: DecoderConfig, target: TargetInfo, notes: list[str]) -> int:
+def draft_context(config: MethodConfig, draft: DecoderConfig, target_len: int, notes: list[str]) -> int:
+    """How many tokens of a request the draft model can follow; a note where those are not all.
+
+    Raises:
+        ConfigError: more is asked for than the draft or the target has.
+    """
     own = draft.max_position_embeddings
     if config.max_model_len is not None:
-        for what, limit in (("the draft model", own), ("the target", target.max_model_len)):
+        for what, limit in (("the draft model", own), ("the target", target_len)):
             if config.max_model_len > limit:
                 raise ConfigError(
                     f"speculative_config: max_model_len={config.max_model_len} is more than the {limit} tokens that "
                     f"{what} has: lower it"
                 )
-    length = min(own, config.max_model_len or own, target.max_model_len)
-    if length < target.max_model_len:
+    length = min(own, config.max_model_len or own, target_len)
+    if length < target_len:
         notes.append(
-            f"WARNING: the draft model's context is {length} tokens and the target's {target.max_model_len}: longer "
+            f"WARNING: the draft model's context is {length} tokens and the target's {target_len}: longer "
             "requests go on without its drafts"
         )
     return length
 
 
-def _mask_token_id(config: MethodConfig, metadata: Mapping[str, Any], draft: DecoderConfig) -> int:
+def draft_mask(config: MethodConfig, path: Path, draft: DecoderConfig) -> int | None:
+    """The token of rows of which nothing is known; None: the model drafts token by token.
+
+    Raises:
+        ConfigError: it is asked to draft at once, and is not made for it.
+    """
+    if not config.parallel_drafting:
+        return None
+    metadata = read_metadata(path)
     if metadata.get("spd_type") == "pard2":
         raise ConfigError(f"speculative_config: model={config.model!r} is a PARD-2 checkpoint, which is not supported")
     token = next((metadata[key] for key in MASK_KEYS if metadata.get(key) is not None), None)

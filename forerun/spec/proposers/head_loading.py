@@ -44,11 +44,7 @@ def load_eagle(config: MethodConfig, target: TargetInfo, name: str) -> EagleProp
         "per token beside the target's"
     )
     notes = [loaded, *(f"{name}: {note}" for note in head.notes)]
-    if head.max_positions < target.max_model_len:
-        notes.append(
-            f"WARNING: the draft head's context is {head.max_positions} tokens and the target's "
-            f"{target.max_model_len}: longer requests go on without its drafts"
-        )
+    notes += head_context_notes(head.max_positions, target.max_model_len)
     return EagleProposer(
         head,
         group,
@@ -59,3 +55,13 @@ def load_eagle(config: MethodConfig, target: TargetInfo, name: str) -> EagleProp
         name=name,
         notes=notes,
     )
+
+
+def head_context_notes(own: int, target: int) -> list[str]:
+    """A note where the head follows fewer tokens than the target."""
+    if own >= target:
+        return []
+    return [
+        f"WARNING: the draft head's context is {own} tokens and the target's {target}: longer requests go on without "
+        "its drafts"
+    ]
