@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from forerun.engine.config import EngineConfig
 from forerun.engine.messages import EngineInfo, EngineStats, NewRequest, RequestOutput, StepOutput
@@ -22,15 +22,22 @@ from forerun.spec.verifier import Verdict, Verifier
 
 
 class Stopwatch:
-    """Adds up the time spent in its `with` blocks."""
+    """Adds up the time spent in its `with` blocks.
+
+    Attributes:
+        wait: called at the end of a block before the time is read; on a GPU, what waits for its work in a profile.
+    """
 
     def __init__(self) -> None:
         self.total_s = 0.0
+        self.wait: Callable[[], object] | None = None
 
     def __enter__(self) -> None:
         self._started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
+        if self.wait is not None:
+            self.wait()
         self.total_s += time.perf_counter() - self._started
 
 
@@ -40,6 +47,16 @@ class StepClock:
     def __init__(self) -> None:
         self.step = Stopwatch()
         self.draft = Stopwatch()  # of it, proposing and observing
+        self.target = Stopwatch()  # of it, the pass of the target
+        self.verify = Stopwatch()  # of it, judging drafts and drawing tokens
+
+    def wait_for(self, device: Callable[[], object]) -> None:
+        for watch in (self.step, self.draft, self.target, self.verify):
+            watch.wait = device
+
+    def read(self, stats: EngineStats) -> None:
+        stats.step_time_s, stats.draft_time_s = self.step.total_s, self.draft.total_s
+        stats.target_time_s, stats.verify_time_s = self.target.total_s, self.verify.total_s
 
 
 class Engine:
@@ -87,8 +104,10 @@ class Engine:
             with self._clock.draft:
                 draft = self.proposer.propose(DraftInputs(grant.requests), grant)
             plan = self.scheduler.schedule(draft)
-            result = self.runner.forward(plan)
-            verdict = self.verifier.verify(plan.draft, result.logits, plan.sampling)
+            with self._clock.target:
+                result = self.runner.forward(plan)
+            with self._clock.verify:
+                verdict = self.verifier.verify(plan.draft, result.logits, plan.sampling)
             self.outputs.judge(plan, verdict)
             self.runner.keep(plan, verdict)
             with self._clock.draft:
@@ -118,6 +137,11 @@ class Engine:
     def info(self) -> EngineInfo:
         return self._info
 
+    def profile(self, wait: Callable[[], object]) -> None:
+        """From now on call `wait` after each part of a step that is timed. Without it, work that a GPU was only given
+        counts where it is waited for; with it, steps are slower."""
+        self._clock.wait_for(wait)
+
     def stats(self) -> EngineStats:
         """Gauges now and counters since the start."""
         scheduler, stats = self.scheduler, self._totals
@@ -138,7 +162,7 @@ class Engine:
         self._totals.num_steps += 1
         self._totals.num_rows += plan.num_rows
         self._totals.generation_tokens += sum(len(output.token_ids) for output in outputs)
-        self._totals.step_time_s, self._totals.draft_time_s = self._clock.step.total_s, self._clock.draft.total_s
+        self._clock.read(self._totals)
 
     def _request(self, new: NewRequest) -> Request:
         limit, num_prompt_tokens = self._info.max_model_len, len(new.prompt_token_ids)

@@ -84,6 +84,8 @@ class EngineStats(msgspec.Struct):
     num_rows: int = 0  # rows through the target, drafted ones included
     step_time_s: float = 0.0
     draft_time_s: float = 0.0  # of it, spent proposing and observing
+    target_time_s: float = 0.0  # of it, in the target's pass
+    verify_time_s: float = 0.0  # of it, judging drafts and drawing tokens
     proposer_bytes: int = 0  # state that the proposer holds now
     spec: SpecTotals = msgspec.field(default_factory=SpecTotals)
     spec_by_proposer: dict[str, SpecTotals] = {}
