@@ -65,20 +65,20 @@ class Target:
 
     def connect(self) -> httpx.AsyncClient:
         """A client for all requests, without limits on connections or time: the load is what `load.py` says."""
-        httpx = extra("httpx", "forerun bench")
+        module = extra("httpx", "forerun bench")
         headers = dict(self.headers)
         if key := os.environ.get("OPENAI_API_KEY"):
             headers.setdefault("Authorization", f"Bearer {key}")
         try:
-            client: httpx.AsyncClient = httpx.AsyncClient(
+            client: httpx.AsyncClient = module.AsyncClient(
                 base_url=self.base_url,
                 headers=headers,
                 verify=self.verify,
                 timeout=None,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+                limits=module.Limits(max_connections=None, max_keepalive_connections=None),
                 trust_env=False,
             )
-        except (httpx.InvalidURL, ValueError) as error:
+        except (module.InvalidURL, ValueError) as error:
             raise ConfigError(f"{self.base_url!r} cannot be asked: {error}") from None
         return client
 

@@ -1,7 +1,7 @@
 """Prompts to measure with: Spec-Bench, ShareGPT, JSON lines of one's own, random tokens. No torch here.
 
-Readers give *samples*; `select` brings them to the number that is asked for. Lengths are in tokens of the tokenizer that
-is handed in, which only the readers that need one ask for.
+Readers give *samples*; `select` brings them to the number that is asked for. Lengths are in tokens of the tokenizer
+that is handed in, which only the readers that need one ask for.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ def sharegpt(path: Path, tokenizer: Tokenizer, *, output_len: int | None) -> lis
         raise ConfigError(f"{path} is no JSON: {error}") from None
     samples = []
     for entry in entries if isinstance(entries, list) else ():
-        turns = entry.get("conversations", ()) if isinstance(entry, dict) else ()
+        turns: list[dict[str, str]] = entry.get("conversations", []) if isinstance(entry, dict) else []
         if len(turns) < 2:
             continue
-        prompt, answer = turns[0]["value"], turns[1]["value"]
+        prompt, answer = (str(turn.get("value", "")) for turn in turns[:2])
         num_prompt = len(tokenizer.encode(prompt))
         length = output_len or len(tokenizer.encode(answer))
         if (

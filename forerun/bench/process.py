@@ -39,6 +39,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
+        self._name = " ".join(command)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
         started = time.perf_counter()
         full = [*command, "--host", "127.0.0.1", "--port", str(port)]
@@ -85,14 +86,13 @@ class Server:
         return [root, *root.children(recursive=True)]
 
     def _wait(self, deadline: float) -> None:
-        name = " ".join(map(str, self._process.args))  # type: ignore[union-attr]
         while time.perf_counter() < deadline:
             if self._process.poll() is not None:
                 self._log.seek(0)
                 last = self._log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-                raise ConfigError(f"{name} ended at once: {' '.join(last)}")
+                raise ConfigError(f"{self._name} ended at once: {' '.join(last)}")
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
                 urllib.request.urlopen(self.url + "/health").close()
                 return
             time.sleep(0.02)
-        raise ConfigError(f"{name} did not get ready in {START_LIMIT_S} s")
+        raise ConfigError(f"{self._name} did not get ready in {START_LIMIT_S} s")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from forerun.bench.results import METRICS, ReportOptions, percentile_name
 
@@ -52,35 +53,36 @@ def progress_bar(*, disable: bool) -> Progress:
 
 def number(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:,.2f}"
+        return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def plain_table(title: str, headings: Sequence[str] = ()) -> Table:
-    """Names at the left, figures at the right."""
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, show_header=bool(headings))
+def show_table(console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Names at the left, figures at the right, under a line that says what they are. No headings: two columns."""
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_header=bool(headings))
     table.add_column(headings[0] if headings else "", no_wrap=True)
     for heading in headings[1:] or ("",):
-        table.add_column(heading, justify="right")
-    return table
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(number(cell)) for cell in row))
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
 
 
 def show_result(console: Console, result: Mapping[str, Any], options: ReportOptions) -> None:
     """Counts, latencies, speculation, categories, errors and notes."""
-    counts = plain_table(f"Benchmark of {result['model_id']}")
-    for name, title in COUNTS.items():
-        if result.get(name) is not None:
-            counts.add_row(title, number(result[name]))
-    console.print(counts)
+    counts = [(title, result[name]) for name, title in COUNTS.items() if result.get(name) is not None]
+    show_table(console, f"Benchmark of {result['model_id']}", (), counts)
     names = ("mean", "median", "std", *map(percentile_name, options.percentiles))
-    latencies = plain_table("Milliseconds", ("", *names))
-    for metric in options.metrics:
-        latencies.add_row(METRICS[metric], *(number(result[f"{name}_{metric}_ms"]) for name in names))
-    console.print(latencies)
+    latencies = [(METRICS[m], *(result[f"{name}_{m}_ms"] for name in names)) for m in options.metrics]
+    show_table(console, "Milliseconds", ("", *names), latencies)
     if "spec_decode_num_drafts" in result:
-        console.print(_speculation(result))
+        rates = result["spec_decode_per_position_acceptance_rates"]
+        positions = [(f"  Position {position} (%)", 100 * rate) for position, rate in enumerate(rates)]
+        rows = [(title, result[name]) for name, title in SPECULATION.items()]
+        show_table(console, "Speculative Decoding", (), [*rows, *positions])
     if categories := result["forerun"]["by_category"]:
-        console.print(_categories(categories, options))
+        _show_categories(console, categories, options)
         if source := result["forerun"]["by_category_acceptance_from"]:
             console.print(f"Acceptance by category: {source}.", highlight=False, soft_wrap=True)
     show_errors(console, result["forerun"]["error_counts"])
@@ -88,29 +90,24 @@ def show_result(console: Console, result: Mapping[str, Any], options: ReportOpti
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
-def _speculation(result: Mapping[str, Any]) -> Table:
-    table = plain_table("Speculative Decoding")
-    for name, title in SPECULATION.items():
-        table.add_row(title, number(result[name]))
-    for position, rate in enumerate(result["spec_decode_per_position_acceptance_rates"]):
-        table.add_row(f"  Position {position} (%)", number(100 * rate))
-    return table
-
-
-def _categories(categories: Mapping[str, Mapping[str, Any]], options: ReportOptions) -> Table:
+def _show_categories(console: Console, categories: Mapping[str, Mapping[str, Any]], options: ReportOptions) -> None:
     metrics = [metric for metric in ("ttft", "tpot", "e2el") if metric in options.metrics]
-    headings = ["Category", "done", "tokens", "tokens/\nrequest s", *(f"median\n{m} ms" for m in metrics)]
-    speculation = any("spec_decode_num_drafts" in row for row in categories.values())
-    if speculation:
-        headings += ["accept.\nrate %", "accept.\nlength"]
-    table = plain_table("By category", headings)
-    for category, row in categories.items():
-        figures = [row["completed"], row["total_output_tokens"], row["output_tokens_per_request_s"]]
-        figures += [row[f"median_{metric}_ms"] for metric in metrics]
-        if speculation:
-            figures += [row.get(name, "-") for name in ("spec_decode_acceptance_rate", "spec_decode_acceptance_length")]
-        table.add_row(category, *map(number, figures))
-    return table
+    headings = ["", "done", "tokens", "tok/\nreq. s", *(f"median\n{m} ms" for m in metrics)]
+    names = ["completed", "total_output_tokens", "output_tokens_per_request_s", *(f"median_{m}_ms" for m in metrics)]
+    if any("spec_decode_num_drafts" in row for row in categories.values()):
+        headings += ["accept.\n%", "accept.\nlength"]
+        names += ["spec_decode_acceptance_rate", "spec_decode_acceptance_length"]
+    rows = [(category, *(row.get(name, "-") for name in names)) for category, row in categories.items()]
+    show_table(console, "By category", headings, rows)
+
+
+def show_profile(console: Console, profile: Mapping[str, Mapping[str, float]]) -> None:
+    """Where the time of a step goes, for steps that only decode and for those with a part of a prompt."""
+    for kind, parts in profile.items():
+        about = "that only decode" if kind == "decode" else "that compute a part of a prompt"
+        names = ("draft", "target", "verify", "host", "step")
+        rows = [(name, f"{parts[name]:.3f}", f"{100 * parts[name] / max(1e-12, parts['step']):.1f}") for name in names]
+        show_table(console, f"{number(parts['steps'])} steps {about}", ("", "ms a step", "%"), rows)
 
 
 def show_errors(console: Console, counts: Mapping[str, int]) -> None:

@@ -81,7 +81,7 @@ async def find_model(http: httpx.AsyncClient, given: str | None, ready_timeout_s
 
 
 async def _look(http: httpx.AsyncClient, path: str, deadline: float) -> httpx.Response:
-    httpx = extra("httpx", "forerun bench")
+    module = extra("httpx", "forerun bench")
     while True:
         try:
             response: httpx.Response = await http.get(path, timeout=LOOK_LIMIT_S)
@@ -92,7 +92,7 @@ async def _look(http: httpx.AsyncClient, path: str, deadline: float) -> httpx.Re
                 )
             if response.status_code < 500 or time.monotonic() >= deadline:
                 return response
-        except httpx.HTTPError as error:
+        except module.HTTPError as error:
             if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"no server at {http.base_url} ({message_of(str(error)) or type(error).__name__}): start it, or "

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
+import string
+import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,16 +18,29 @@ import typer
 from rich.console import Console
 
 from forerun.bench.client import BACKENDS, CHAT, Target
-from forerun.bench.datasets import NAMES, RANDOM_WARNING, DatasetOptions
+from forerun.bench.compare import PLAIN, Arm, CompareJob, as_object, findings, measure, split, start_servers
+from forerun.bench.compare_report import show_comparison, write_comparison
+from forerun.bench.datasets import NAMES, RANDOM_WARNING, DatasetOptions, load_samples
 from forerun.bench.html import write_serve_report
 from forerun.bench.load import LoadOptions
-from forerun.bench.report import progress_bar, show_result
+from forerun.bench.offline import OfflineRun, profile_object, run_offline
+from forerun.bench.report import progress_bar, show_profile, show_result
 from forerun.bench.results import DEFAULT_METRICS, METRICS, ReportOptions
-from forerun.bench.serve import ServeJob, result_path, run_serve, save, without_details
+from forerun.bench.serve import ServeJob, build_result, result_path, run_serve, save, without_details
 from forerun.cli import EXIT_INTERRUPTED
-from forerun.cli.bench_arguments import VllmCommand, floats, goodput_limits, json_object, pairs
+from forerun.cli.bench_arguments import VllmCommand, counts, floats, goodput_limits, json_object, pairs
 from forerun.cli.generate import say
+from forerun.cli.serve import parse_bytes
+from forerun.cli.speculation import (
+    SpecMethodOption,
+    SpecModelOption,
+    SpecTokensOption,
+    SpeculativeConfigOption,
+    roles_from_options,
+)
 from forerun.errors import ConfigError
+from forerun.models.tokenizer import load_tokenizer
+from forerun.request import SamplingParams
 
 bench = typer.Typer(no_args_is_help=True)
 
@@ -233,6 +250,230 @@ def _serve(job: ServeJob, wanted: Wanted, *, show_bar: bool) -> None:
         write_serve_report(wanted.html, result, outcomes, job.report)
         say(f"wrote {wanted.html}")
     if result["forerun"]["interrupted"]:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if not result["completed"]:
+        raise typer.Exit(1)
+
+
+# fmt: off
+@bench.command()
+def compare(
+    model: Annotated[str, typer.Argument(help="As for `forerun serve`.")],
+    serve_arguments: Annotated[list[str] | None, typer.Argument(
+        help="After --: flags of `forerun serve` for every server.", metavar="[-- SERVE FLAGS]")] = None,
+    speculative_config: Annotated[list[str] | None, typer.Option(
+        "--speculative-config", "-sc", metavar="JSON", help="A configuration to compare; may be repeated.")] = None,
+    max_concurrency: Annotated[str, _load("Requests at once: 1,4,16.", metavar="N[,N...]")] = "1",
+    windows: Annotated[int, _load("Sets of prompts that every server answers in turn.")] = 5,
+    num_warmups: Annotated[int | None, _load(
+        "Requests before each level, not counted; if not given, as many as the level has at once.")] = None,
+    backend: Annotated[str, _data("openai-chat, or openai for completions of the bare prompts.")] = CHAT,
+    dataset_name: DatasetName = "spec_bench",
+    dataset_path: DatasetPath = None,
+    num_prompts: NumPrompts = 120,
+    spec_bench_category: Category = None,
+    output_len: OutputLen = 128,
+    temperature: Annotated[float, _sampling("0 takes the most likely token each time.")] = 0.0,
+    seed: Annotated[int, _sampling("Of the prompts' choice and order, and of every answer.")] = 0,
+    ignore_eos: Annotated[bool, _sampling("Go on past the end token.", "--ignore-eos")] = False,
+    output_json: Annotated[Path | None, _report("Write the result as JSON.", metavar="FILE")] = None,
+    html: HtmlFile = None,
+    disable_tqdm: Annotated[bool, _report("No progress bar.", "--disable-tqdm")] = False,
+) -> None:
+    """Is speculation worth it here? Plain decoding and each configuration answer the same prompts in turns.
+
+    Says where each helps, where it does not, and where the measurement does not let one say. A server is started for
+    plain decoding and for each configuration: all of them must fit into memory.
+    """
+    # fmt: on
+    arms = _arms(model, speculative_config or ())
+    chat = BACKENDS.get(backend) == CHAT
+    dataset = DatasetOptions(
+        name=dataset_name,
+        path=dataset_path,
+        num_prompts=num_prompts,
+        seed=seed,
+        output_len=output_len,
+        spec_bench_category=spec_bench_category,
+        skip_chat_template=True,
+        chat=chat,
+    )
+    body: dict[str, Any] = {"temperature": temperature, "seed": seed}
+    if ignore_eos:
+        body["ignore_eos"] = True
+    if dataset.name == "random":
+        say(f"warning: {RANDOM_WARNING}")
+    endpoint = "/v1/chat/completions" if chat else "/v1/completions"
+    job = CompareJob(
+        model=model,
+        arms=arms,
+        levels=counts("--max-concurrency", max_concurrency),
+        windows=split(load_samples(dataset, lambda: load_tokenizer(model)), windows, seed),
+        target=Target(base_url="", endpoint=endpoint, backend=backend, model=model, body=body),
+        serve_arguments=_cache_arguments(serve_arguments or [], len(arms)),
+        num_warmups=num_warmups,
+    )
+    _compare(job, output_json, html, show_bar=not disable_tqdm)
+
+
+def _arms(model: str, configs: Sequence[str]) -> list[Arm]:
+    """Plain and each configuration, judged before anything is started."""
+    if not configs:
+        raise ConfigError("bench compare needs --speculative-config, once for each configuration to compare")
+    arms = [Arm(PLAIN)]
+    for place, text in enumerate(configs):
+        _, spec, notes = roles_from_options(model, speculative_config=text)
+        assert spec is not None
+        for note in notes:
+            say(f"warning: {note}")
+        length = spec.num_speculative_tokens
+        letter = string.ascii_uppercase[place % 26] * (1 + place // 26)
+        arms.append(Arm(f"{letter} {'+'.join(spec.method_names)}{f' K={length}' if length else ''}", text))
+    return arms
+
+
+def _cache_arguments(arguments: Sequence[str], num_arms: int) -> list[str]:
+    """The servers' flags with one that shares the memory between them, unless the user has said how."""
+    from forerun.engine.device import cuda_obstacle
+    from forerun.memory.budget import kv_cache_bytes
+
+    names = [word.partition("=")[0] for word in arguments]
+    if any(name.startswith("--kv-cache-memory") for name in names):
+        return list(arguments)
+    on_cpu = any(word.removeprefix("--device=") == "cpu" for word in arguments)
+    if not on_cpu and cuda_obstacle() is None:
+        raise ConfigError(
+            f"{num_arms} servers share one GPU: say how much memory each may take for its KV cache: "
+            "-- --kv-cache-memory 8GiB"
+        )
+    return [*arguments, "--kv-cache-memory", str(kv_cache_bytes(None) // num_arms)]
+
+
+def _compare(job: CompareJob, output_json: Path | None, html: Path | None, *, show_bar: bool) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the servers end with us
+    with ExitStack() as stack:
+        bar = stack.enter_context(progress_bar(disable=not show_bar))
+        total = sum(map(len, job.windows)) * len(job.arms) * len(job.levels)
+        task = bar.add_task("", total=total)
+        servers = start_servers(job, stack, lambda doing: bar.update(task, description=doing))
+        levels = asyncio.run(
+            measure(
+                job,
+                {name: server.url for name, server in servers.items()},
+                done=lambda _: bar.advance(task),
+                tell=lambda doing: bar.update(task, description=doing),
+            )
+        )
+    found = findings(level for level in levels if level.num_windows)
+    show_comparison(Console(), job, levels, found)
+    if output_json is not None:
+        save(output_json, as_object(job, levels, found), append=False)
+        say(f"wrote {output_json}")
+    if html is not None:
+        write_comparison(html, job, levels, found)
+        say(f"wrote {html}")
+    if any(run.interrupted for level in levels for runs in level.runs.values() for run in runs):
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if not any(finding.ratio for finding in found):
+        raise typer.Exit(1)
+
+
+# fmt: off
+@bench.command()
+def offline(
+    model: Annotated[str, typer.Argument(help="A directory in Hugging Face layout, a .gguf file or a built-in name.")],
+    speculative_config: SpeculativeConfigOption = None,
+    spec_method: SpecMethodOption = None,
+    spec_model: SpecModelOption = None,
+    spec_tokens: SpecTokensOption = None,
+    dataset_name: DatasetName = "spec_bench",
+    dataset_path: DatasetPath = None,
+    num_prompts: NumPrompts = 40,
+    spec_bench_category: Category = None,
+    output_len: OutputLen = 128,
+    skip_chat_template: Annotated[bool, _data("Complete the bare prompts.", "--skip-chat-template")] = False,
+    max_concurrency: Annotated[int, _load("Most requests at once.")] = 16,
+    num_warmups: Annotated[int, _load("Requests before, of the first prompt, not counted.")] = 1,
+    temperature: Annotated[float, _sampling("0 takes the most likely token each time.")] = 0.0,
+    seed: Annotated[int, _sampling("Of the prompts' choice and order, and of every answer.")] = 0,
+    ignore_eos: Annotated[bool, _sampling("Go on past the end token.", "--ignore-eos")] = False,
+    device: Annotated[str, _target("cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    dtype: Annotated[str, _target("auto, float32; on a GPU also bfloat16 and float16.")] = "auto",
+    num_threads: Annotated[int | None, _target("Threads of the CPU's kernels.")] = None,
+    kv_cache_memory: Annotated[str | None, _target("Memory for KV blocks.", metavar="BYTES")] = None,
+    output_json: Annotated[Path | None, _report("Write the result as JSON.", metavar="FILE")] = None,
+    html: HtmlFile = None,
+    disable_tqdm: Annotated[bool, _report("No progress bar.", "--disable-tqdm")] = False,
+) -> None:
+    """Measure `LLM` in this process, and where the time of its steps goes: draft, target, verify, host."""
+    # fmt: on
+    target, spec, notes = roles_from_options(
+        model, speculative_config=speculative_config, spec_method=spec_method, spec_model=spec_model,
+        spec_tokens=spec_tokens,
+    )  # fmt: skip
+    for note in notes:
+        say(f"warning: {note}")
+    dataset = DatasetOptions(
+        name=dataset_name,
+        path=dataset_path,
+        num_prompts=num_prompts,
+        seed=seed,
+        output_len=output_len,
+        spec_bench_category=spec_bench_category,
+        skip_chat_template=True,  # `run_offline` applies it
+    )
+    load = LoadOptions(max_concurrency=max_concurrency, num_warmups=num_warmups)
+    params = SamplingParams(temperature=temperature, seed=seed, ignore_eos=ignore_eos)
+    cache_bytes = parse_bytes("--kv-cache-memory", kv_cache_memory)
+    if dataset.name == "random":
+        say(f"warning: {RANDOM_WARNING}")
+
+    from forerun.llm import LLM
+
+    llm = LLM(
+        target,
+        speculative_config=spec,
+        device=device,
+        dtype=dtype,
+        num_threads=num_threads,
+        kv_cache_memory_bytes=cache_bytes,
+        max_num_seqs=max_concurrency,
+    )
+    samples = load_samples(dataset, lambda: llm.tokenizer)
+    chat = not skip_chat_template and dataset.name != "random"
+    if chat and not llm.tokenizer.has_chat_template:
+        raise ConfigError(f"model {model!r} has no chat template: give --skip-chat-template")
+    with progress_bar(disable=disable_tqdm) as bar:
+        task = bar.add_task("requests", total=len(samples))
+        run = run_offline(
+            llm, samples, params, concurrency=max_concurrency, num_warmups=load.num_warmups, chat=chat,
+            done=lambda _: bar.advance(task),
+        )  # fmt: skip
+    job = ServeJob(
+        target=Target(base_url="", endpoint="/v1/completions", backend="openai", model=model),
+        dataset=dataset,
+        load=load,
+    )
+    header = job.header(model, len(samples)) | {"endpoint_type": "offline", "backend": "offline"}
+    _finish_offline(run, build_result(header, run.measured, job.report, num_asked=len(samples)), output_json, html)
+
+
+def _finish_offline(run: OfflineRun, result: dict[str, Any], output_json: Path | None, html: Path | None) -> None:
+    report = ReportOptions()
+    result["forerun"]["step_profile_ms"] = profile_object(run.profile)
+    if run.profiled_apart:
+        result["forerun"]["notes"].append(
+            "the profile is of a second run that waits for the GPU after each part, which makes its steps slower"
+        )
+    show_result(Console(), result, report)
+    show_profile(Console(), result["forerun"]["step_profile_ms"])
+    if output_json is not None:
+        save(output_json, without_details(result), append=False)
+        say(f"wrote {output_json}")
+    if html is not None:
+        write_serve_report(html, result, run.measured.run.outcomes, report)
+        say(f"wrote {html}")
+    if run.measured.run.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     if not result["completed"]:
         raise typer.Exit(1)
