@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from forerun.bench.results import errors_grouped
 from forerun.bench.stats import METHOD
 
 HEADINGS = ("category", "plain\ntok/s", "tok/s", "ratio", "95 % interval", "accept.\nlength")
+
+RATES = "tok/s: output tokens by the wall clock for all prompts, by the time of its own requests for a category."
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
@@ -52,7 +55,7 @@ def show_comparison(console: Console, job: CompareJob, levels: Sequence[Level], 
     for (arm, concurrency), group in _groups(found).items():
         title = f"{job.model}: {arm} against plain, {concurrency} at once"
         show_table(console, title, HEADINGS, map(_row, group))
-    for line in [*verdict(found), *texts_lines(job, levels), *interruption(job, levels)]:
+    for line in [RATES, *verdict(found), *texts_lines(job, levels), *interruption(job, levels)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for level in levels:
         for arm in level.runs:
@@ -66,30 +69,38 @@ def write_comparison(path: Path, job: CompareJob, levels: Sequence[Level], found
     page = Page(f"Speculation on {job.model}")
     page.text("; ".join(f"{arm.name}: {arm.speculative_config or 'no speculation'}" for arm in job.arms))
     for line in [*verdict(found), *texts_lines(job, levels)]:
-        page.text(line)
+        page.text(line, css="part" if line.startswith(" ") else "")
     for line in interruption(job, levels):
         page.text(line, css="note")
     for concurrency in dict.fromkeys(finding.concurrency for finding in found):
-        traces = []
-        for (arm, at_once), group in _groups(found).items():
-            ratios = [(f.category, f.ratio) for f in group if f.ratio is not None]
-            if at_once != concurrency or not ratios:
-                continue
-            errors = {
-                "type": "data",
-                "symmetric": False,
-                "array": [(r.high or r.value) - r.value for _, r in ratios],
-                "arrayminus": [r.value - (r.low or r.value) for _, r in ratios],
-            }
-            values = [r.value for _, r in ratios]
-            names = [category for category, _ in ratios]
-            traces.append(page.figures.Bar(x=names, y=values, error_y=errors, name=arm))
-        if traces:
-            level = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "line": {"dash": "dash"}}
-            title = f"Times plain's speed, {concurrency} at once"
-            page.plot(traces, title, "category", "ratio", barmode="group", shapes=[level])
+        _plot(page, found, concurrency)
     for (arm, concurrency), group in _groups(found).items():
         page.text(f"{arm}, {concurrency} at once", tag="h2")
         page.table([heading.replace("\n", " ") for heading in HEADINGS], map(_row, group))
-    page.text(METHOD)
+    page.text(f"{METHOD}. {RATES}")
     page.write(path)
+
+
+def _plot(page: Page, found: Sequence[Finding], concurrency: int) -> None:
+    """Each ratio with its interval, on an axis where twice and half are equally far from 1. An interval that says
+    little runs out of the picture."""
+    traces, shown = [], []
+    for (arm, at_once), group in _groups(found).items():
+        ratios = [(f.category, f.ratio) for f in group if f.ratio is not None and at_once == concurrency]
+        if not ratios:
+            continue
+        values = [r.value for _, r in ratios]
+        above = [(r.high or r.value) - r.value for _, r in ratios]
+        below = [r.value - (r.low or r.value) for _, r in ratios]
+        errors = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
+        names = [category for category, _ in ratios]
+        traces.append(page.figures.Scatter(x=names, y=values, error_y=errors, name=arm, mode="markers"))
+        shown += values
+    if not traces:
+        return
+    plain = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "line": {"dash": "dash"}}
+    edges = [math.log10(min(1.0, *shown) / 2), math.log10(max(1.0, *shown) * 2)]
+    page.plot(
+        traces, f"Times plain's speed, {concurrency} at once", "category", "ratio",
+        scattermode="group", shapes=[plain], yaxis={"type": "log", "range": edges, "dtick": "D1"},
+    )  # fmt: skip

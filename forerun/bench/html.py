@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from forerun.bench.extras import extra
-from forerun.bench.report import COUNTS, SPECULATION, number
+from forerun.bench.report import COUNTS, PARTS, SPECULATION, number
 from forerun.bench.results import METRICS, MS, ReportOptions, chunks_per_second, percentile_name, values_s
 
 PAGE = """<!doctype html>
@@ -19,6 +19,7 @@ body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em au
 table {{ border-collapse: collapse; margin: 1em 0 }}
 th, td {{ padding: .25em .8em; text-align: right; border-bottom: 1px solid #ddd }}
 th:first-child, td:first-child {{ text-align: left }}
+.part {{ margin-left: 2em }}
 .note {{ background: #fff6dc; padding: .5em 1em; margin: .3em 0 }}
 </style><script>{script}</script></head><body><h1>{title}</h1>
 {parts}
@@ -80,6 +81,7 @@ def write_serve_report(path: Path, result: Mapping[str, Any], outcomes: Sequence
     _categories(page, result["forerun"]["by_category"])
     _distributions(page, outcomes, options)
     _timeline(page, outcomes)
+    _profile(page, result["forerun"].get("step_profile_ms", {}))
     if errors := result["forerun"]["error_counts"]:
         page.text("Failed requests", tag="h2")
         page.table(("error", "times"), errors.items())
@@ -154,3 +156,15 @@ def _timeline(page: Page, outcomes: Sequence[Any]) -> None:
         "seconds from the start",
         "chunks",
     )
+
+
+def _profile(page: Page, profile: Mapping[str, Mapping[str, float]]) -> None:
+    if not profile:
+        return
+    page.text("Where the time of a step goes", tag="h2")
+    kinds = [f"{kind}: {parts['steps']} steps" for kind, parts in profile.items()]
+    traces = [
+        page.figures.Bar(y=kinds, x=[parts[part] for parts in profile.values()], orientation="h", name=part)
+        for part in PARTS
+    ]
+    page.plot(traces, "Milliseconds a step", "ms", "", barmode="stack")

@@ -73,17 +73,9 @@ class Server:
     def memory_mib(self) -> dict[str, float]:
         """Resident memory of the process and its children. Pages that two of them share count twice in rss, once in
         pss; pages of a mapped file count in both."""
-        infos = [process.memory_full_info() for process in self._processes()]
-        return {name: round(sum(getattr(info, name) for info in infos) / MIB, 1) for name in ("rss", "pss")}
-
-    def cpu_s(self) -> float:
-        """CPU time of the process and its children so far."""
-        times = [process.cpu_times() for process in self._processes()]
-        return sum(float(t.user + t.system) for t in times)
-
-    def _processes(self) -> list[psutil.Process]:
         root = psutil.Process(self._process.pid)
-        return [root, *root.children(recursive=True)]
+        infos = [process.memory_full_info() for process in (root, *root.children(recursive=True))]
+        return {name: round(sum(getattr(info, name) for info in infos) / MIB, 1) for name in ("rss", "pss")}
 
     def _wait(self, deadline: float) -> None:
         while time.perf_counter() < deadline:

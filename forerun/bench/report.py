@@ -13,6 +13,7 @@ from rich.text import Text
 
 from forerun.bench.results import METRICS, ReportOptions, percentile_name
 
+PARTS = ("draft", "target", "verify", "host")  # of a step
 MOST_ERRORS = 10  # different ones that are shown
 COUNTS = {
     "completed": "Successful requests",
@@ -105,8 +106,10 @@ def show_profile(console: Console, profile: Mapping[str, Mapping[str, float]]) -
     """Where the time of a step goes, for steps that only decode and for those with a part of a prompt."""
     for kind, parts in profile.items():
         about = "that only decode" if kind == "decode" else "that compute a part of a prompt"
-        names = ("draft", "target", "verify", "host", "step")
-        rows = [(name, f"{parts[name]:.3f}", f"{100 * parts[name] / max(1e-12, parts['step']):.1f}") for name in names]
+        rows = [
+            (name, f"{parts[name]:.3f}", f"{100 * parts[name] / max(1e-12, parts['step']):.1f}")
+            for name in (*PARTS, "step")
+        ]
         show_table(console, f"{number(parts['steps'])} steps {about}", ("", "ms a step", "%"), rows)
 
 

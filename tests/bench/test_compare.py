@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from forerun.bench.client import Outcome, Target
 from forerun.bench.compare import (
@@ -22,6 +26,7 @@ from forerun.bench.compare import (
     split,
     verdict,
 )
+from forerun.bench.compare_report import show_comparison, write_comparison
 from forerun.bench.datasets import Sample
 from forerun.bench.load import Run
 from forerun.bench.stats import METHOD, Ratio
@@ -31,7 +36,7 @@ from tests.server.fake_engine import fake_factory
 from tests.server.live import LiveServer
 
 ARMS = (Arm("plain"), Arm("A suffix K=4", '{"method": "suffix"}'))
-SAMPLES = [Sample(f"{category} {number}", 40, category) for category in ("qa", "rag") for number in range(6)]
+SAMPLES = [Sample(f"{category} {number}", 27, category) for category in ("qa", "rag") for number in range(6)]
 TARGET = Target(base_url="", endpoint="/v1/chat/completions", backend="openai-chat", model="fake")
 
 
@@ -141,26 +146,26 @@ def test_the_verdict_names_the_categories_where_it_helps_costs_and_where_one_can
 
 @pytest.fixture(scope="module")
 def urls() -> Iterator[dict[str, str]]:
-    """Plain: a letter a step. A: three letters a step, which takes as long."""
+    """Plain: a letter a step. A: nine letters a step, which takes as long."""
     plain = LiveServer(factory=fake_factory(step_s=0.004, burst=1, speculation=False))
-    with plain, LiveServer(factory=fake_factory(step_s=0.004, burst=3)) as drafted:
+    with plain, LiveServer(factory=fake_factory(step_s=0.004, burst=9)) as drafted:
         yield {"plain": plain.url, ARMS[1].name: drafted.url}
 
 
-def test_a_server_that_emits_three_tokens_a_step_is_found_to_help(urls: dict[str, str]) -> None:
+def test_a_server_that_emits_nine_tokens_a_step_is_found_to_help(urls: dict[str, str]) -> None:
     told: list[str] = []
-    levels = asyncio.run(measure(job(levels=(1, 2)), urls, tell=told.append))
+    levels = asyncio.run(measure(job(levels=(1, 2), num_windows=4), urls, tell=told.append))
     assert told[:4] == [
-        f"1 at once, window {number} of 3: {arm}" for number in (1, 2) for arm in ("plain", ARMS[1].name)
+        f"1 at once, window {number} of 4: {arm}" for number in (1, 2) for arm in ("plain", ARMS[1].name)
     ]
     found = findings(levels)
     assert [f.category for f in found] == [ALL_PROMPTS, "qa", "rag"] * 2
     assert all(f.ratio is not None and f.ratio.says == 1 for f in found if f.category == ALL_PROMPTS)
     assert same_texts(levels, ARMS[1].name) == (24, 24)
-    result = as_object(job(levels=(1, 2)), levels, found)
+    result = as_object(job(levels=(1, 2), num_windows=4), levels, found)
     assert result["verdict"][0].startswith("A suffix K=4, one request at a time: it helps: ")
     assert not result["interrupted"]
-    assert len(result["levels"][0]["output_throughput"]["plain"]) == 3
+    assert len(result["levels"][0]["output_throughput"]["plain"]) == 4
 
 
 def test_servers_that_refuse_every_request_are_one_line(urls: dict[str, str]) -> None:
@@ -170,3 +175,18 @@ def test_servers_that_refuse_every_request_are_one_line(urls: dict[str, str]) ->
     )  # fmt: skip
     with pytest.raises(ConfigError, match="plain answered no warm-up request: HTTP 404"):
         asyncio.run(measure(broken, urls))
+
+
+def test_the_report_holds_the_verdict_and_escapes_what_users_named(tmp_path: Path) -> None:
+    named = replace(job(), model="<m>")
+    console = Console(file=io.StringIO(), width=120)
+    show_comparison(console, named, [level()], findings([level()]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "it does not help, it costs" in text
+    assert "3 of 6 answers are plain's" in text
+    page = tmp_path / "page.html"
+    write_comparison(page, named, [level()], findings([level()]))
+    body = page.read_text().rpartition("</script></head>")[2]
+    assert "Speculation on &lt;m&gt;" in body
+    assert "<m>" not in body
+    assert "it does not help, it costs" in body

@@ -7,10 +7,12 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.bench.datasets import Sample
 from forerun.bench.offline import DECODE, PROMPT, OfflineRun, profile_object, run_offline
-from tests.tiny_engine import NGRAM, prompts, save_tiny_target
+from tests.tiny_engine import prompts, save_tiny_target
 
+NUM_TOKENS = 40
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 PARAMS = SamplingParams(temperature=0, ignore_eos=True)
-SAMPLES = [Sample(ids, 12, "even" if place % 2 else "odd") for place, ids in enumerate(prompts(6))]
+SAMPLES = [Sample(ids, NUM_TOKENS, "even" if place % 2 else "odd") for place, ids in enumerate(prompts(6))]
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +27,10 @@ def run(llm: LLM) -> OfflineRun:
 
 
 def test_every_prompt_is_answered_as_llm_answers_it(llm: LLM, run: OfflineRun) -> None:
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NUM_TOKENS)
     outputs = llm.generate([list(sample.prompt) for sample in SAMPLES], params)  # type: ignore[arg-type]
     assert [outcome.text for outcome in run.measured.run.outcomes] == [output.outputs[0].text for output in outputs]
-    assert all(outcome.ok and outcome.num_tokens == 12 for outcome in run.measured.run.outcomes)
+    assert all(outcome.ok and outcome.num_tokens == NUM_TOKENS for outcome in run.measured.run.outcomes)
 
 
 def test_times_add_up_to_the_latency(run: OfflineRun) -> None:

@@ -24,6 +24,7 @@ from tests.server.live import LiveServer
 
 ROOT = Path(__file__).parents[2]
 VERBATIM = "bench serve --backend openai-chat --endpoint /v1/chat/completions --model fake --dataset-name spec_bench"
+NGRAM = '{"method":"ngram","num_speculative_tokens":3}'
 LINES = [{"category": c, "turns": [f"{c} {n}", "more"]} for c in ("qa", "rag", "writing") for n in range(2)]
 
 
@@ -178,13 +179,14 @@ def test_a_flag_of_vllms_that_is_not_served_says_what_to_do(
         ("serve --backend openai-chat", "ends in /chat/completions, got '/v1/completions'"),
         ("compare m", "bench compare needs --speculative-config"),
         ("compare m -sc {}", "method"),
-        ("compare m -sc {\"method\":\"ngram\",\"num_speculative_tokens\":3} --max-concurrency 1,x", "--max-concurrency"),
+        (f"compare m -sc {NGRAM} --max-concurrency 1,x", "--max-concurrency takes whole numbers"),
         ("offline m --num-warmups -1", "--num-warmups must be at least 0"),
         ("offline m --dataset-name nope", "--dataset-name 'nope' is not served"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, err, code = run("bench", *words.split(), "--dataset-path", "/nowhere", capsys=capsys)
+    path = [] if words.startswith("serve") else ["--dataset-path", "/nowhere"]
+    _, err, code = run("bench", *words.split(), *path, capsys=capsys)
     assert code == 1
     assert message in err.splitlines()[-1]
 
