@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -63,6 +64,10 @@ class Target:
     def chat(self) -> bool:
         return BACKENDS[self.backend] == CHAT
 
+    @property
+    def _here(self) -> bool:
+        return urlsplit(self.base_url).hostname in ("127.0.0.1", "localhost", "::1")
+
     def connect(self) -> httpx.AsyncClient:
         """A client for all requests, without limits on connections or time: the load is what `load.py` says."""
         module = extra("httpx", "forerun bench")
@@ -76,7 +81,7 @@ class Target:
                 verify=self.verify and self.base_url.startswith("https"),  # certificates take 50 ms to load
                 timeout=None,
                 limits=module.Limits(max_connections=None, max_keepalive_connections=None),
-                trust_env=False,
+                trust_env=not self._here,  # no proxy of the environment stands before a server of this machine
             )
         except (module.InvalidURL, ValueError) as error:
             raise ConfigError(f"{self.base_url!r} cannot be asked: {error}") from None

@@ -21,6 +21,7 @@ from forerun.errors import ConfigError
 from forerun.server.settings import ServerSettings
 from tests.cli.test_flags import run
 from tests.server.live import LiveServer
+from tests.tiny_engine import save_tiny_target
 
 ROOT = Path(__file__).parents[2]
 VERBATIM = "bench serve --backend openai-chat --endpoint /v1/chat/completions --model fake --dataset-name spec_bench"
@@ -196,6 +197,48 @@ def test_an_extra_that_is_absent_is_one_line() -> None:
         ConfigError, match=r"a page needs surely_absent: install it with pip install 'forerun\[bench\]'"
     ):
         extra("surely_absent.part", "a page")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+def test_offline_measures_and_shows_the_parts_of_a_step(
+    tiny: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = f"--dataset-path {questions} --output-json {tmp_path}/r.json --html {tmp_path}/r.html"
+    flags = "--num-prompts -1 --output-len 8 --device cpu --kv-cache-memory 8MiB --ignore-eos --spec-method suffix"
+    out, err, code = run("bench", "offline", str(tiny), *f"{files} {flags}".split(), capsys=capsys)
+    assert code == 0, err
+    result = saved(tmp_path)
+    assert (result["backend"], result["completed"], result["total_output_tokens"]) == ("offline", 6, 48)
+    parts = result["forerun"]["step_profile_ms"]["decode"]
+    assert parts["draft"] + parts["target"] + parts["verify"] + parts["host"] == pytest.approx(parts["step"])
+    assert "steps that only decode" in out
+    assert "Where the time of a step goes" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.slow
+def test_compare_starts_its_servers_and_ends_with_a_verdict(
+    tiny: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--dataset-path {questions} --num-prompts 6 --windows 3 --output-len 8 --output-json {tmp_path}/r.json"
+    words = [*flags.split(), "--ignore-eos", "--", "--device", "cpu", "--kv-cache-memory", "8MiB"]
+    out, err, code = run("bench", "compare", str(tiny), "-sc", NGRAM, *words, capsys=capsys)
+    assert code == 0, err
+    assert "A ngram K=3, one request at a time: " in out
+    assert "A ngram K=3: 6 of 6 answers are plain's, letter by letter." in out
+    assert saved(tmp_path)["levels"][0]["error_counts"] == {"plain": {}, "A ngram K=3": {}}
+
+
+def test_a_server_of_a_comparison_that_does_not_start_is_one_line(
+    questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--dataset-path {questions} --num-prompts 6 --windows 3 -- --device cpu --no-such-flag"
+    _, err, code = run("bench", "compare", "nowhere", "-sc", NGRAM, *flags.split(), capsys=capsys)
+    assert code == 1
+    assert "ended at once: forerun: error: unknown flag --no-such-flag" in err.splitlines()[-1]
 
 
 def test_ctrl_c_ends_with_what_has_been_measured(server: LiveServer, questions: Path) -> None:
