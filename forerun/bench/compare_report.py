@@ -16,6 +16,7 @@ from forerun.bench.stats import METHOD
 
 HEADINGS = ("category", "plain\ntok/s", "tok/s", "ratio", "95 % interval", "accept.\nlength")
 
+TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 RATES = "tok/s: output tokens by the wall clock for all prompts, by the time of its own requests for a category."
 
 
@@ -102,5 +103,5 @@ def _plot(page: Page, found: Sequence[Finding], concurrency: int) -> None:
     edges = [math.log10(min(1.0, *shown) / 2), math.log10(max(1.0, *shown) * 2)]
     page.plot(
         traces, f"Times plain's speed, {concurrency} at once", "category", "ratio",
-        scattermode="group", shapes=[plain], yaxis={"type": "log", "range": edges, "dtick": "D1"},
+        scattermode="group", shapes=[plain], yaxis={"type": "log", "range": edges, "tickvals": TICKS},
     )  # fmt: skip

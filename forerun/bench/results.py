@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 
 from forerun.bench.client import Outcome
 from forerun.bench.counters import acceptance
-from forerun.bench.load import Run
+from forerun.bench.load import LoadOptions, Run
 from forerun.errors import ConfigError
 from forerun.spec.stats import SpecTotals
 
@@ -109,6 +110,23 @@ def chunks_per_second(outcomes: Iterable[Outcome]) -> np.ndarray[Any, np.dtype[n
     start = min(outcome.start for outcome in done)
     times = [o.start - start + np.cumsum([o.ttft_s, *o.itls_s]) for o in done]
     return np.bincount(np.concatenate(times).astype(np.int64))
+
+
+def header_fields(
+    load: LoadOptions, *, backend: str, model: str, tokenizer: str, num_prompts: int, label: str | None = None
+) -> dict[str, Any]:
+    """What was asked for."""
+    return {
+        "endpoint_type": backend,
+        "backend": backend,
+        "label": label,
+        "model_id": model,
+        "tokenizer_id": tokenizer,
+        "num_prompts": num_prompts,
+        "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
+    }
 
 
 def result_fields(run: Run, options: ReportOptions) -> dict[str, Any]:

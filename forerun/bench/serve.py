@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from forerun.bench.results import (
     by_category,
     detail_fields,
     errors_grouped,
+    header_fields,
     now_text,
     result_fields,
 )
@@ -249,18 +249,14 @@ class ServeJob:
                 raise ConfigError(f"--metadata {name} is a field of the result itself: choose another name")
 
     def header(self, model: str, num_prompts: int) -> dict[str, Any]:
-        rate = self.load.request_rate
-        return {
-            "endpoint_type": self.target.backend,
-            "backend": self.target.backend,
-            "label": self.label,
-            "model_id": model,
-            "tokenizer_id": self.tokenizer or model,
-            "num_prompts": num_prompts,
-            "request_rate": "inf" if math.isinf(rate) else rate,
-            "burstiness": self.load.burstiness,
-            "max_concurrency": self.load.max_concurrency,
-        }
+        return header_fields(
+            self.load,
+            backend=self.target.backend,
+            model=model,
+            tokenizer=self.tokenizer or model,
+            num_prompts=num_prompts,
+            label=self.label,
+        )
 
     def load_tokenizer(self, model: str) -> Tokenizer:
         """

@@ -25,7 +25,7 @@ from forerun.bench.html import write_serve_report
 from forerun.bench.load import LoadOptions
 from forerun.bench.offline import OfflineRun, profile_object, run_offline
 from forerun.bench.report import progress_bar, show_profile, show_result
-from forerun.bench.results import DEFAULT_METRICS, METRICS, ReportOptions
+from forerun.bench.results import DEFAULT_METRICS, METRICS, ReportOptions, header_fields
 from forerun.bench.serve import ServeJob, build_result, result_path, run_serve, save, without_details
 from forerun.cli import EXIT_INTERRUPTED
 from forerun.cli.bench_arguments import VllmCommand, counts, floats, goodput_limits, json_object, pairs
@@ -62,6 +62,7 @@ DatasetName = Annotated[str, _data(f"{', '.join(NAMES)}.")]
 DatasetPath = Annotated[Path | None, _data("The file of the dataset.", metavar="FILE")]
 NumPrompts = Annotated[int, _data("How many; -1: all of the file, each once.")]
 Category = Annotated[str | None, _data("Only this category; mt_bench stands for its eight.", "--spec-bench-category")]
+InputLen = Annotated[int | None, _data("Tokens a random prompt; other datasets have their own lengths.")]
 OutputLen = Annotated[int | None, _data("Most tokens of every answer, whatever the dataset says.")]
 HtmlFile = Annotated[Path | None, _report("Write a report with plots, in one file.", "--html", metavar="FILE")]
 
@@ -89,7 +90,7 @@ def serve(
     skip_chat_template: Annotated[bool, _data(
         "For completions: send texts as they are.", "--skip-chat-template")] = False,
     chat_template_kwargs: Annotated[str | None, _data("For the chat template.", metavar="JSON")] = None,
-    input_len: Annotated[int | None, _data("In place of --random-input-len.")] = None,
+    input_len: InputLen = None,
     output_len: OutputLen = None,
     random_input_len: Annotated[int, _data("Tokens a prompt.")] = 1024,
     random_output_len: Annotated[int, _data("Most tokens an answer.")] = 128,
@@ -272,6 +273,7 @@ def compare(
     dataset_path: DatasetPath = None,
     num_prompts: NumPrompts = 120,
     spec_bench_category: Category = None,
+    input_len: InputLen = None,
     output_len: OutputLen = 128,
     temperature: Annotated[float, _sampling("0 takes the most likely token each time.")] = 0.0,
     seed: Annotated[int, _sampling("Of the prompts' choice and order, and of every answer.")] = 0,
@@ -293,6 +295,7 @@ def compare(
         path=dataset_path,
         num_prompts=num_prompts,
         seed=seed,
+        input_len=input_len,
         output_len=output_len,
         spec_bench_category=spec_bench_category,
         skip_chat_template=True,
@@ -390,6 +393,7 @@ def offline(
     dataset_path: DatasetPath = None,
     num_prompts: NumPrompts = 40,
     spec_bench_category: Category = None,
+    input_len: InputLen = None,
     output_len: OutputLen = 128,
     skip_chat_template: Annotated[bool, _data("Complete the bare prompts.", "--skip-chat-template")] = False,
     max_concurrency: Annotated[int, _load("Most requests at once.")] = 16,
@@ -418,6 +422,7 @@ def offline(
         path=dataset_path,
         num_prompts=num_prompts,
         seed=seed,
+        input_len=input_len,
         output_len=output_len,
         spec_bench_category=spec_bench_category,
         skip_chat_template=True,  # `run_offline` applies it
@@ -449,13 +454,9 @@ def offline(
             llm, samples, params, concurrency=max_concurrency, num_warmups=load.num_warmups, chat=chat,
             done=lambda _: bar.advance(task),
         )  # fmt: skip
-    job = ServeJob(
-        target=Target(base_url="", endpoint="/v1/completions", backend="openai", model=model),
-        dataset=dataset,
-        load=load,
-    )
-    header = job.header(model, len(samples)) | {"endpoint_type": "offline", "backend": "offline"}
-    _finish_offline(run, build_result(header, run.measured, job.report, num_asked=len(samples)), output_json, html)
+    header = header_fields(load, backend="offline", model=model, tokenizer=model, num_prompts=len(samples))
+    result = build_result(header, run.measured, ReportOptions(), num_asked=len(samples))
+    _finish_offline(run, result, output_json, html)
 
 
 def _finish_offline(run: OfflineRun, result: dict[str, Any], output_json: Path | None, html: Path | None) -> None:
