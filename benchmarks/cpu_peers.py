@@ -37,12 +37,13 @@ from typing import Any
 
 import torch
 from peers import llama_cpp, ours
-from peers.common import Answer, Question, load_average, rate, read_questions, spread
+from peers.common import Answer, load_average, rate, spread
 from peers.llama_cpp import SPEC_FLAGS, LlamaCpp
 from peers.report import plot, show
 from proposers import commit, processor
 from rich.console import Console
 
+from forerun.bench.datasets import Question, read_questions
 from forerun.kernels import native
 from forerun.models.loading import read_config
 

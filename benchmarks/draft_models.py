@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers.common import load_average, read_questions, spread
+from peers.common import load_average, spread
 from proposers import commit, processor
 from rich.box import SIMPLE
 from rich.console import Console
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.attention import Segment
+from forerun.bench.datasets import read_questions
 from forerun.models.decoder import attention_spec
 from forerun.models.loading import load_model
 from forerun.models.paged import PagedModel

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peers import ours
-from peers.common import load_average, read_questions
+from peers.common import load_average
 from peers.llama_cpp import LlamaCpp
 from proposers import commit, processor
 from rich.box import SIMPLE
@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from forerun.bench.datasets import read_questions
 from forerun.models.decoder import Decoder
 from forerun.models.loading import load_model
 from forerun.models.tokenizer import Tokenizer, load_tokenizer

@@ -13,11 +13,11 @@ import argparse
 import json
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from forerun import LLM, SamplingParams
+from forerun.bench.datasets import in_turns, spec_bench_questions
 from forerun.llm import RequestOutput
 
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -25,21 +25,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     "suffix": {"method": "suffix", "num_speculative_tokens": 16},
 }
-# Spec-Bench files MT-Bench's eight kinds of question one by one; they are one category of the benchmark
-MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
-
-
-def read_prompts(path: Path, count: int) -> list[tuple[str, str]]:
-    """(category, question) pairs, in turns from each category."""
-    by_category: dict[str, list[str]] = defaultdict(list)
-    for line in path.read_text().splitlines():
-        question = json.loads(line)
-        category = "mt_bench" if question["category"] in MT_BENCH else question["category"]
-        by_category[category].append(question["turns"][0])
-    chosen: list[tuple[str, str]] = []
-    for place in range(max(map(len, by_category.values()))):
-        chosen += [(category, texts[place]) for category, texts in by_category.items() if place < len(texts)]
-    return chosen[:count]
 
 
 def acceptance(outputs: list[RequestOutput]) -> tuple[int, int, int]:
@@ -57,8 +42,8 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
-    questions = read_prompts(options.dataset, options.num_prompts)
-    conversations = [[{"role": "user", "content": text}] for _, text in questions]
+    questions = in_turns(spec_bench_questions(options.dataset), options.num_prompts)
+    conversations = [[{"role": "user", "content": question.text}] for question in questions]
     params = {
         "greedy": [SamplingParams(temperature=0, max_tokens=options.max_tokens)] * len(questions),
         "seeded": [
@@ -83,8 +68,8 @@ def main() -> int:
             report.append(row | {"seconds": round(seconds, 2)})
             if config is None:
                 continue
-            for category in dict.fromkeys(category for category, _ in questions):
-                own = [o for o, (c, _) in zip(outputs, questions, strict=True) if c == category]
+            for category in dict.fromkeys(question.task for question in questions):
+                own = [o for o, q in zip(outputs, questions, strict=True) if q.task == category]
                 steps, drafted, accepted = acceptance(own)
                 print(f"    {category:20} {steps:5} steps with a draft, {accepted:5} of {drafted:5} tokens accepted")
         del llm

@@ -14,7 +14,8 @@ import numpy as np
 from gguf import GGUFReader
 from numpy.typing import NDArray
 
-from peers.common import Answer, Server
+from forerun.bench.process import Server
+from peers.common import Answer
 
 SPEC_FLAGS: dict[str, list[str]] = {
     "plain": [],

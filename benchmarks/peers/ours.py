@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
+from forerun.bench.process import MIB, Server
 from forerun.engine.plan import Plan, ScheduledRequest
 from forerun.request import Request, RequestCache
 from forerun.spec.proposer import RequestDraft
-from peers.common import MIB, Answer, Server
+from peers.common import Answer
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5},

@@ -1,4 +1,4 @@
-"""The command line: one module a command, each with a function of its own name.
+"""The command line: one module a command, each with a function, or a program of several, of its own name.
 
 Only the module of the command that is asked for is imported, so that `forerun --help` is quick.
 """
@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": "Show what speculation brings, on the built-in model.",
     "plan": "Say what a server would take of memory, from config files alone.",
     "config": "List the keys of --speculative-config, or check one.",
+    "bench": "Measure a server, or what speculation brings.",
 }
 
 
@@ -72,9 +73,11 @@ def build_app(wanted: str | None) -> typer.Typer:
     )
     app.callback()(_program)
     for name, about in COMMANDS.items():
-        app.command(name, short_help=about, help=None if name == wanted else about)(
-            _command(name) if name == wanted else _absent
-        )
+        command = _command(name) if name == wanted else _absent
+        if isinstance(command, typer.Typer):  # of several commands
+            app.add_typer(command, name=name, help=about)
+        else:
+            app.command(name, short_help=about, help=None if name == wanted else about)(command)
     return app
 
 

@@ -73,6 +73,11 @@ def repeat_lists(words: Sequence[str]) -> list[str]:
     value, and MODEL may follow it."""
     if len(words) < 2 or words[0] != "serve" or words[1].startswith("-"):
         return list(words)
+    return repeat_flags(words, LISTS)
+
+
+def repeat_flags(words: Sequence[str], lists: Sequence[str]) -> list[str]:
+    """The words with a flag of `lists` before each of its values."""
     repeated: list[str] = []
     flag, num_values = "", 0
     for place, word in enumerate(words):
@@ -80,7 +85,7 @@ def repeat_lists(words: Sequence[str]) -> list[str]:
             return [*repeated, *words[place:]]
         if word.startswith("-"):
             name, equals, _ = word.partition("=")
-            flag, num_values = (name if name in LISTS else ""), len(equals)
+            flag, num_values = (name if name in lists else ""), len(equals)
         elif flag:
             num_values += 1
             if num_values > 1:
