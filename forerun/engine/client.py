@@ -426,16 +426,16 @@ class EngineClient:
         while True:
             began = time.monotonic()
             message, shown = await self._death(), self._shown()
-            while (delay_s := self._restarts.next_delay(time.monotonic() - began)) is not None:
+            lived_s = time.monotonic() - began
+            while (delay_s := self._restarts.next_delay(lived_s)) is not None:
                 self._mourn(message, shown, UnavailableError(f"{shown}; another one is being started: try again later"))
                 logger.warning("another engine starts in %.1f s (restart %d)", delay_s, self.num_restarts + 1)
                 await asyncio.sleep(delay_s)
-                began = time.monotonic()
                 try:
                     await self._replace()
                     break
                 except (ConfigError, EngineDeadError, OSError) as error:
-                    message, shown = str(error), "the engine cannot be started again"
+                    message, shown, lived_s = str(error), "the engine cannot be started again", 0.0
             else:
                 self._mourn(message, shown, EngineDeadError(shown))
                 self.died.set()

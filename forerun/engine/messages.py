@@ -103,7 +103,7 @@ class EngineStats(msgspec.Struct):
     def after(self, past: EngineStats) -> EngineStats:
         """These figures where `past` was counted before."""
         names = [name for name in self.__struct_fields__ if name not in (*GAUGES, "spec", "spec_by_proposer")]
-        counted = {name: getattr(past, name) + getattr(self, name) for name in names}
+        counted = {name: _added(getattr(past, name), getattr(self, name)) for name in names}
         by_proposer = dict(past.spec_by_proposer)
         for name, totals in self.spec_by_proposer.items():
             by_proposer[name] = totals.after(by_proposer.get(name, SpecTotals()))
@@ -112,6 +112,13 @@ class EngineStats(msgspec.Struct):
     @property
     def kv_cache_usage(self) -> float:
         return self.num_blocks_used / self.num_blocks if self.num_blocks else 0.0
+
+
+def _added(past: Any, now: Any) -> Any:
+    """The sum of two counters, or of two tables of counters."""
+    if isinstance(now, dict):
+        return past | {name: past.get(name, 0) + count for name, count in now.items()}
+    return past + now
 
 
 class StepOutput(msgspec.Struct, tag="step"):

@@ -19,6 +19,7 @@ import zmq.asyncio
 from forerun.engine.config import EngineConfig
 from forerun.engine.core import EngineFactory, run_core
 from forerun.engine.messages import CoreMessage, FrontMessage
+from forerun.models.confine import memory_limit
 
 MAX_IPC_PATH = 90  # bytes; the kernel's limit for the path of a socket is 107
 
@@ -48,7 +49,7 @@ class CoreProcess:
         )
 
     def start(self) -> None:
-        with without_interrupts():
+        with without_interrupts(), memory_limit.lifted():
             self.process.start()
 
     @property

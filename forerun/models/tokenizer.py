@@ -22,7 +22,7 @@ from typing import Any
 from forerun.errors import CheckpointError, ConfigError, RequestError
 from forerun.memory.heap import trim_heap
 from forerun.models.builtin import resolve_model
-from forerun.models.deadline import DeadlineError, deadline
+from forerun.models.confine import DeadlineError, deadline, memory_limit
 from forerun.models.gguf_file import GgufFile
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ class Tokenizer:
     Args:
         hf: a `transformers` tokenizer with a fast backend.
         eos_token_ids: every id that ends a text.
+        max_template_bytes: most memory that a chat template may take while it runs; None: no limit. To be set in a
+            process that needs little otherwise: while a template runs, nobody in it gets more.
     """
 
     def __init__(self, hf: Any, eos_token_ids: frozenset[int] = frozenset()) -> None:
@@ -90,6 +92,7 @@ class Tokenizer:
         self.bos_token_id: int | None = hf.bos_token_id
         own = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.eos_token_ids = frozenset(own) | eos_token_ids
+        self.max_template_bytes: int | None = None
 
     @property
     def has_chat_template(self) -> bool:
@@ -161,8 +164,11 @@ class Tokenizer:
             raise RequestError("this model has no chat template: send a plain prompt instead of messages", "messages")
         if reserved := sorted(_RESERVED_TEMPLATE_KEYS & kwargs.keys()):
             raise RequestError(f"{reserved[0]!r} cannot be set for one request", "chat_template_kwargs")
+        memory = (
+            contextlib.nullcontext() if self.max_template_bytes is None else memory_limit.at(self.max_template_bytes)
+        )
         try:
-            with deadline(MAX_TEMPLATE_S):
+            with deadline(MAX_TEMPLATE_S), memory:
                 text: str = self.hf.apply_chat_template(
                     list(messages),
                     tools=None if tools is None else list(tools),
@@ -173,6 +179,8 @@ class Tokenizer:
                 )
         except DeadlineError:
             raise RequestError(f"the chat template took longer than {MAX_TEMPLATE_S:g} s", "messages") from None
+        except MemoryError:
+            raise RequestError("the chat template took more memory than it may", "messages") from None
         except Exception as error:  # a template is a program: what it raises is up to its author
             raise RequestError(f"the chat template refused the messages: {_one_line(error)}", "messages") from error
         if len(text) > MAX_TEMPLATE_TEXT:

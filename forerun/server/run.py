@@ -35,6 +35,7 @@ logger = logging.getLogger("forerun.server")
 BACKLOG = 2048  # connections not yet taken; uvicorn's own number
 OWN_FILES = 256  # beside the connections: sockets to the core, logs, libraries
 FLUSH_S = 5  # after the last answer's end: how long slow readers may take to read it
+TEMPLATE_BYTES = 2**29  # most memory that a chat template may take while it runs
 EXIT_ENGINE_DIED = 1
 EXIT_INTERRUPTED = 130
 UNHEALTHY_S = 2.0  # after the engine's end: how long clients are told of it and /health says so, before the exit
@@ -60,9 +61,10 @@ def serve(
         if tokenizer is None:
             from forerun.models.tokenizer import load_tokenizer
 
-            tokenizer = load_tokenizer(config.model, config.tokenizer)
+            tokenizer = loaded = load_tokenizer(config.model, config.tokenizer)
+            loaded.max_template_bytes = TEMPLATE_BYTES
             if settings.chat_template is not None:
-                tokenizer.use_chat_template(settings.chat_template)
+                loaded.use_chat_template(settings.chat_template)
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's where it is installed
             return runner.run(_serve(sock, config, settings, web, factory, tokenizer))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from forerun.errors import RequestError
 from forerun.models import tokenizer as module
-from forerun.models.deadline import DeadlineError, deadline
+from forerun.models.confine import DeadlineError, deadline, memory_limit
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
@@ -66,6 +67,42 @@ def test_a_template_that_does_not_end_is_ended(tokenizer: Tokenizer, monkeypatch
             render(tokenizer, template)
         assert time.monotonic() - began < 10
     assert "hello" in render(tokenizer, "{{ messages[0].content }}")
+
+
+BOMBS = [
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 'a' | center(10 ** 10) }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ 'a'.rjust(10 ** 10) }}",
+    "{{ [0] * 10 ** 9 }}",
+    "{{ range(99999) | join('a' * 10 ** 6) }}",
+    "{% set ns = namespace(x='a' * 1000) %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x='aa') %}{% for i in range(9) %}{% set ns.x = ns.x | replace('a', 'a' * 99) %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", BOMBS)
+def test_a_template_may_take_so_much_memory(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(tokenizer, "max_template_bytes", 2**28)
+    limit, peak = resource.getrlimit(resource.RLIMIT_AS), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RequestError, match=r"took more memory than it may|10 characters|refused"):
+        render(tokenizer, template)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 400_000  # kB
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
+    assert "hello" in render(tokenizer, "{{ messages[0].content }}")
+
+
+def test_a_process_that_is_started_meanwhile_has_no_such_limit() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    with memory_limit.at(2**30), memory_limit.at(2**20):
+        inside = resource.getrlimit(resource.RLIMIT_AS)
+        assert inside != limit
+        with memory_limit.lifted():
+            assert resource.getrlimit(resource.RLIMIT_AS) == limit
+        assert resource.getrlimit(resource.RLIMIT_AS) == inside
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
 
 
 def test_a_text_that_is_too_long_is_not_tokenised(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

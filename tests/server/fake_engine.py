@@ -199,8 +199,11 @@ def fake_factory(*, step_s: float = 0.002, burst: int = 3, speculation: bool = T
     return partial(make_fake_engine, step_s=step_s, burst=burst, speculation=speculation)
 
 
-def start_once(config: EngineConfig, mark: Path) -> FakeEngine:
-    """Bind `mark`, a file to be made: then a factory of an engine that starts the first time only."""
+def start_once(config: EngineConfig, mark: Path, *, hang: bool = False) -> FakeEngine:
+    """Bind `mark`, a file to be made: then a factory of an engine that starts the first time only, and then fails, or
+    takes a minute."""
+    if mark.exists() and hang:
+        time.sleep(60)
     if mark.exists():
         raise ConfigError("/models/gone: no such file")
     mark.touch()

@@ -267,7 +267,7 @@ def test_browsers_may_ask_where_they_are_allowed_to(for_browsers: LiveServer, ht
         assert "access-control-allow-origin" not in other.headers
 
 
-@pytest.mark.parametrize("path", ["/v1/none", "/v2/embed", "/inference/v1/generate", "/cohere/v2/chat"])
+@pytest.mark.parametrize("path", ["/v1/none", "/v2/none", "/inference/v1/generate", "/cohere/v2/chat"])
 def test_paths_that_need_a_key_need_it_whether_or_not_they_are_served(for_browsers: LiveServer, path: str) -> None:
     with for_browsers.http() as http:
         assert http.get(path).status_code == 401

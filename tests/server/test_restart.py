@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -140,6 +141,19 @@ def test_an_engine_that_does_not_come_back_is_given_up(
         assert http.get("/health").status_code == 503
         assert server.client.num_restarts == 2
         assert server.client.stats().generation_tokens == 7
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["in the pause", "while another engine starts"])
+def test_a_server_that_ends_in_the_midst_of_a_restart_leaves_no_process(tmp_path: Path, number: int) -> None:
+    factory = partial(start_once, mark=tmp_path / "started", hang=True)
+    with LiveServer(factory=factory, max_engine_restarts=2) as server:
+        server.client._core.process.kill()
+        server.wait_until(lambda: not server.client.healthy and server.client.num_restarts == number)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    core = server.client._core
+    assert core.process.exitcode is not None
+    assert not core.directory.exists()
 
 
 def test_pauses_double_up_to_a_bound_and_end_with_the_row(monkeypatch: pytest.MonkeyPatch) -> None:

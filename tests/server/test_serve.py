@@ -151,6 +151,9 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
         (["m", "--speculative-config", '{"method": "eagel3"}'], ["eagel3"]),
         (["m", "--enable-per-request-metrics", "--disable-log-stats"], ["enable_per_request_metrics"]),
         (["m", "--uvicorn-log-level", "loud"], ["uvicorn_log_level", "loud"]),
+        (["m", "--api-key-file", "no/such/file"], ["--api-key-file", "no/such/file"]),
+        (["m", "--ssl-keyfile", "key.pem"], ["ssl_keyfile", "ssl_certfile"]),
+        (["m", "--max-connections", "0"], ["max_connections", "0"]),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_1(arguments: list[str], words: list[str]) -> None:

@@ -101,7 +101,7 @@ def test_the_engine_is_told(body: dict[str, Any], max_draft_tokens: Any, draft_m
     for kind, path in ((CompletionBody, "/v1/completions"), (ChatBody, "/v1/chat/completions")):
         read = kind.read(PATHS[path] | body)
         drafts = read.speculation(SPEC_METHODS, NUM_SPEC_TOKENS)
-        job = JobMaker(0).make("x", "m", read, read.sampling(), [[1], [2]], "", drafts)
+        job = JobMaker(0).make("x", "m", read, read.sampling(), [[1], [2]], "", drafts, "")
         for request in job.requests:
             assert request.max_draft_tokens == max_draft_tokens
             assert request.draft_methods == draft_methods
