@@ -48,7 +48,7 @@ class QwenXml:
                 return False
             key = yield from reader.before(">", MAX_NAME)
             value = None if key is None else (yield from reader.before(PARAMETER_END))
-            if value is None:
+            if key is None or value is None:
                 return False
             yield call.arguments(f"{written}{json.dumps(key)}: {_value(value, schemas.get(key))}")
             written = ", "
