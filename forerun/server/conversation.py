@@ -46,6 +46,8 @@ async def chat_prompt(
             "answered",
             "continue_final_message",
         )
+    if tools and "tools" not in tokenizer.template_words:
+        raise RequestError("tools: this model's chat template has no place for tools", "tools")
     _check_kwargs(template_kwargs, tokenizer)
     _check_number(messages, limits.max_messages)
     clean = [_message(index, message, tokenizer) for index, message in enumerate(messages)]

@@ -234,6 +234,11 @@ class Tool(BaseModel):
     function: FunctionDefinition
 
 
+def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The tools as templates take them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -255,10 +260,6 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
-
-    def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools as templates take them."""
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def token_limit(self) -> int | None:
         if self.max_completion_tokens is None:
@@ -289,6 +290,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     return_token_strs: bool = False
 
 

@@ -29,20 +29,20 @@ class ToolUse:
         format: how calls are written; None: nothing is taken for a call.
         functions: those that may be called.
         parallel: more than one call may be made; else what comes after the first is left out.
+        form: vLLM's `structured_outputs` without which the choice's promise is not kept; None: it promises nothing.
     """
 
     shown: list[dict[str, Any]] | None = None
     format: ToolFormat | None = None
     functions: Functions = field(default_factory=dict)
     parallel: bool = True
+    form: dict[str, Any] | None = None
 
 
-def judge_tools(
-    settings: ServerSettings, tokenizer: Tokenizer, tools: list[dict[str, Any]], choice: Any, parallel: bool
-) -> ToolUse:
+def judge_tools(settings: ServerSettings, tools: list[dict[str, Any]], choice: Any, parallel: bool) -> ToolUse:
     """
     Raises:
-        RequestError: a choice that names no tool, or tools that this server or this model cannot take.
+        RequestError: a choice that names no tool, or tools that this server cannot look for.
     """
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
@@ -58,12 +58,7 @@ def judge_tools(
             "out, or send tool_choice='none'",
             "tools",
         )
-    if "tools" not in tokenizer.template_words:
-        raise RequestError("tools: this model's chat template has no place for tools", "tools")
-    if tool_grammar(tools, choice, parallel, format) is not None:  # the one place where the grammar is asked for
-        promised = "strict tools" if choice == "auto" else f"tool_choice={shorten(choice)}"
-        raise RequestError(f"{promised} is not served yet: it needs a grammar; send tool_choice='auto'", "tool_choice")
-    return ToolUse(tools, format, functions_of(tools), parallel)
+    return ToolUse(tools, format, functions_of(tools), parallel, tool_grammar(tools, choice, parallel, format))
 
 
 def _judge_choice(choice: Any, names: list[str]) -> str | Mapping[str, Any]:

@@ -12,7 +12,7 @@ from forerun.errors import RequestError
 from forerun.server.conversation import chat_prompt
 from forerun.server.errors import error_response, json_response
 from forerun.server.generate import read_json
-from forerun.server.models import DetokenizeBody, TokenizeBody
+from forerun.server.models import DetokenizeBody, TokenizeBody, shown_tools
 from forerun.server.openapi import describe_body
 from forerun.server.prompts import check_token_ids, completion_prompts, offload
 from forerun.server.state import ServerState, state_of
@@ -117,6 +117,7 @@ async def _tokens(state: ServerState, body: TokenizeBody) -> list[int]:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
+            tools=shown_tools(body.tools) or None,
         )
     text, special = body.prompt or "", body.add_special_tokens is not False
     (tokens,) = await completion_prompts(state.tokenizer, text, special, state.limits)

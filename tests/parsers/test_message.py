@@ -200,6 +200,25 @@ def test_values_of_xml_parameters_have_the_types_of_their_schemas() -> None:
     assert json.loads(arguments) == {"text": "3", "flag": True, "some": None, "list": ["a"], "other": "1"}
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"properties": None},
+        {"properties": ["city"], "required": 1},
+        {"properties": {"city": "text"}, "required": {"city": 1}},
+        {"properties": {"city": {"type": {"a": 1}, "anyOf": "x", "oneOf": [1, None], "enum": 5}}},
+        {"properties": {"city": {"type": [1, "string"], "enum": [{}, None, "a"]}}},
+    ],
+)
+def test_a_schema_that_is_none_raises_nothing(schema: Any) -> None:
+    for name in TOOL_FORMATS:
+        parser = MessageParser(None, tool_format(name), {"get": schema})
+        parser.push(write(name, "get", {"city": "Paris"}))
+        parser.finish()
+        assert tool_format(name).grammar({"get": schema}, required=True, parallel=True)
+
+
 def test_names_and_tags_of_formats() -> None:
     assert tool_format("tags:<a>,</a>") is not tool_format("tags:<b>,</b>")
     for name in ("", "qwen", "tags:a", "tags:a,a"):

@@ -14,7 +14,7 @@ from forerun.server.body import parse_body
 from forerun.server.conversation import chat_prompt, effort_kwargs
 from forerun.server.errors import error_body, json_response
 from forerun.server.fields import CHAT_NOT_SERVED, COMPLETION_NOT_SERVED
-from forerun.server.models import ChatBody, CompletionBody, GenerationBody
+from forerun.server.models import ChatBody, CompletionBody, GenerationBody, shown_tools
 from forerun.server.parsing import judge_tools
 from forerun.server.prompts import Limits, check_prompt, check_token_ids, completion_prompts
 from forerun.server.response_items import input_items, messages_of
@@ -76,7 +76,7 @@ async def prompts(body: GenerationBody) -> list[list[int]]:
         "limits": LIMITS,
         "continue_final_message": body.continue_final_message,
     }
-    tools = judge_tools(TOOLS, ByteTokenizer(), body.shown_tools(), body.tool_choice, body.parallel_tool_calls)
+    tools = judge_tools(TOOLS, shown_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
     kwargs = effort_kwargs(body.reasoning_effort, ByteTokenizer()) | body.chat_template_kwargs
     return [await chat_prompt(ByteTokenizer(), body.messages, **options, template_kwargs=kwargs, tools=tools.shown)]
 

@@ -92,6 +92,9 @@ def test_tokens_there_and_back(http: httpx.Client) -> None:
     assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "héllo"}
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}).json()
     assert bytes(chat["tokens"]) == b"a|user\nassistant:"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}], "tools": tools}).json()
+    assert bytes(chat["tokens"]) == b"f|tools\na|user\nassistant:"
     for body in ({}, {"prompt": "a", "messages": []}, {"prompt": 1}):
         assert http.post("/tokenize", json=body).status_code == 400
     for tokens in ([256], [-1], ["a"], "a"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, RequestError
+from forerun.server.conversation import chat_prompt
+from forerun.server.prompts import Limits
 from forerun.server.settings import ServerSettings
-from tests.server.fake_engine import fake_factory
+from tests.server.fake_engine import ByteTokenizer, fake_factory
 from tests.server.live import LiveServer
 from tests.server.test_answers import CHAT, post, stream
 from tests.server.test_bad_input import refused
@@ -163,3 +166,20 @@ def test_parsers_are_judged_at_the_start() -> None:
     ):
         with pytest.raises(ConfigError):
             ServerSettings(model="m", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_template_that_has_no_place_for_tools_refuses_them() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.template_words = frozenset()
+    limits = Limits(max_model_len=512, max_prompts=1, max_messages=9, max_text_bytes=9999)
+    asked = chat_prompt(
+        tokenizer,
+        [{"role": "user", "content": "hi"}],
+        limits=limits,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        template_kwargs={},
+        tools=TOOLS,
+    )
+    with pytest.raises(RequestError, match="no place for tools"):
+        asyncio.run(asked)

@@ -38,7 +38,7 @@ class QwenXml:
         if not name:
             return False
         yield call.start(name)
-        schemas = functions.get(name, {}).get("properties", {})
+        schemas = _properties(functions.get(name, {}))
         written = "{"
         while True:
             yield from reader.spaces()
@@ -48,7 +48,7 @@ class QwenXml:
                 return False
             key = yield from reader.before(">", MAX_NAME)
             value = None if key is None else (yield from reader.before(PARAMETER_END))
-            if value is None:
+            if key is None or value is None:
                 return False
             yield call.arguments(f"{written}{json.dumps(key)}: {_value(value, schemas.get(key))}")
             written = ", "
@@ -83,17 +83,19 @@ def _value(text: str, schema: Any) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _properties(schema: Schema) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
 def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema names; a parameter of which nothing is known is text."""
+    """The JSON types that a schema names, in its choices too; a parameter of which nothing is known is text."""
     if not isinstance(schema, Mapping):
         return {"string"}
-    named = schema.get("type")
-    found = {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
-    for choice in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
-        found |= _types(choice)
-    if not found and any(isinstance(value, str) for value in _list(schema.get("enum"))):
-        return {"string"}
-    return found or {"string"}
+    choices = [choice for key in ("anyOf", "oneOf") for choice in _list(schema.get(key))]
+    named = [s.get("type") for s in (schema, *choices) if isinstance(s, Mapping)]
+    kinds = [kind for entry in named for kind in (entry if isinstance(entry, list) else [entry])]
+    return {kind for kind in kinds if isinstance(kind, str)} or {"string"}
 
 
 def _list(value: Any) -> list[Any]:
@@ -110,10 +112,9 @@ _ANY_TEXT = r"(?:[^<]|<[^/])*"
 
 
 def _function_pattern(name: str, schema: Schema) -> str:
-    properties = schema.get("properties", {})
-    required = schema.get("required", [])
+    required = _list(schema.get("required"))
     parts = ""
-    for key, of in properties.items():
+    for key, of in _properties(schema).items():
         part = f"{PARAMETER}{re.escape(key)}>\\n(?:{_value_pattern(of)})\\n{PARAMETER_END}\\n"
         parts += part if key in required else f"(?:{part})?"
     return f"{FUNCTION}{re.escape(name)}>\\n{parts}{FUNCTION_END}"
