@@ -75,7 +75,7 @@ LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
     "words for the template": (
         CHAT,
         {"messages": [user("a")], "chat_template_kwargs": {"x": TEXT}},
-        "messages",
+        "chat_template_kwargs",
     ),
     "half a character": (COMPLETIONS, {"prompt": TEXT[: NUM_BYTES // 2] + "\ud800"}, "prompt"),
     "text to be counted": ("/tokenize", {"prompt": TEXT}, "prompt"),
