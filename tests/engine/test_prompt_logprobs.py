@@ -14,7 +14,7 @@ from forerun.request import SamplingParams
 from forerun.spec.verifier import TokenLogprobs
 from tests.tiny_engine import NGRAM, Result, make_engine, prompts, run
 
-PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=3)
+PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prompt_logprobs=3)
 PROMPTS = [*prompts(5, seed=2), [7], [7, 9]]
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {},

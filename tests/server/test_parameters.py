@@ -14,6 +14,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.server.settings import ServerSettings
+from forerun.spec.config import SpeculativeConfig
 from tests.cases.material import CHAT, COMPLETIONS, events
 from tests.cases.served import build_served
 from tests.server.live import LiveServer
@@ -37,7 +38,13 @@ def llm(tiny_model: Path) -> LLM:
 def http(tiny_model: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     log = tmp_path_factory.mktemp("core") / "log"
     factory = partial(build_served, model=str(tiny_model), log=str(log))
-    server = LiveServer(ServerSettings(model="tiny"), factory, tokenizer, kv_cache_memory_bytes=2 << 20)  # type: ignore[arg-type]
+    server = LiveServer(
+        ServerSettings(model="tiny"),
+        factory,
+        tokenizer,  # type: ignore[arg-type]
+        speculative_config=SpeculativeConfig.parse(NGRAM),
+        kv_cache_memory_bytes=2 << 20,
+    )
     with server, server.http() as client:
         yield client
 
