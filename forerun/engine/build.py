@@ -33,6 +33,7 @@ from forerun.spec.heads import complete
 from forerun.spec.proposer import TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
+from forerun.spec.rules import LOSSLESS
 
 CPU_DTYPES = ("auto", "float32")
 
@@ -199,6 +200,8 @@ def _info(config: EngineConfig, target: Target, caches: Caches, notes: Sequence[
         speculative_config=spec.resolved() if spec else None,
         num_spec_tokens=spec.num_speculative_tokens if spec else 0,
         spec_methods=spec.method_names if spec else (),
+        rejection_sample_method=spec.rejection_sample_method if spec else "match",
+        lossless=LOSSLESS[spec.rejection_sample_method] if spec else LOSSLESS["match"],
         log_lines=[*lines, *notes, *(f"WARNING: {warning}" for warning in _warnings(config, target.model))],
     )
 

@@ -18,6 +18,7 @@ class SamplingRows:
         num_rows: 1 + number of drafted tokens.
         position: output position that the root row decides (0 for the first generated token). A row whose node has
             depth d decides position + d.
+        rule: the verifier's rule that the request asks for; "": the server's.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class SamplingRows:
     first_row: int
     num_rows: int
     position: int
+    rule: str = ""
 
     @classmethod
     def of(cls, request: Request, first_row: int, num_draft_tokens: int) -> SamplingRows:
@@ -38,6 +40,7 @@ class SamplingRows:
             first_row,
             1 + num_draft_tokens,
             request.num_output_tokens,
+            request.rejection_sample_method,
         )
 
 
