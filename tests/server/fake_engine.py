@@ -30,6 +30,7 @@ from forerun.engine.messages import (
 )
 from forerun.errors import ConfigError, RequestError
 from forerun.request import FinishReason, SpecStats
+from forerun.spec.rules import LOSSLESS
 from forerun.spec.verifier import TokenLogprobs
 
 VOCAB_SIZE = 256
@@ -63,7 +64,7 @@ class FakeRequest:
 
 
 class FakeEngine:
-    def __init__(self, config: EngineConfig, *, step_s: float, burst: int, speculation: bool) -> None:
+    def __init__(self, config: EngineConfig, *, step_s: float, burst: int, speculation: bool, rule: str) -> None:
         if config.model == "broken":
             raise ConfigError("model 'broken': tensor model.norm.weight is missing")
         if config.model == "slow":
@@ -74,6 +75,7 @@ class FakeEngine:
         self._step_s = step_s
         self._burst = burst
         self._speculation = speculation
+        self._rule = rule
         self._requests: dict[str, FakeRequest] = {}
         self._stats = EngineStats(num_blocks=NUM_BLOCKS)
 
@@ -122,6 +124,8 @@ class FakeEngine:
             speculative_config={"method": "ngram", "num_speculative_tokens": 4} if self._speculation else None,
             num_spec_tokens=NUM_SPEC_TOKENS if self._speculation else 0,
             spec_methods=SPEC_METHODS if self._speculation else (),
+            rejection_sample_method=self._rule,
+            lossless=LOSSLESS[self._rule],
             log_lines=["CPU KV cache size: 1,024 tokens"],
         )
 
@@ -136,8 +140,11 @@ class FakeEngine:
         request.num_tokens += count
         self._stats.generation_tokens += count
         if self._speculation and request.num_steps > 1:
-            request.spec.observe(NUM_SPEC_TOKENS, count - 1)
-            self._stats.spec.observe(NUM_SPEC_TOKENS, count - 1)
+            request.spec.rejection_sample_method = request.new.rejection_sample_method or self._rule
+            request.spec.lossless = LOSSLESS[request.spec.rejection_sample_method]
+            num_loose = int(request.spec.lossless == "no")
+            request.spec.observe(NUM_SPEC_TOKENS, count - 1, num_loose)
+            self._stats.spec.observe(NUM_SPEC_TOKENS, count - 1, num_loose)
         output = RequestOutput(request.new.request_id, tokens, bytes(tokens).decode("latin-1"))
         output.drafted = [True] * (count - 1) + [False]
         if request.new.params.logprobs is not None:
@@ -170,13 +177,15 @@ def _logprobs(token: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.25, 1, top)
 
 
-def make_fake_engine(config: EngineConfig, *, step_s: float, burst: int, speculation: bool) -> FakeEngine:
-    return FakeEngine(config, step_s=step_s, burst=burst, speculation=speculation)
+def make_fake_engine(config: EngineConfig, *, step_s: float, burst: int, speculation: bool, rule: str) -> FakeEngine:
+    return FakeEngine(config, step_s=step_s, burst=burst, speculation=speculation, rule=rule)
 
 
-def fake_factory(*, step_s: float = 0.002, burst: int = 3, speculation: bool = True) -> EngineFactory:
+def fake_factory(
+    *, step_s: float = 0.002, burst: int = 3, speculation: bool = True, rule: str = "match"
+) -> EngineFactory:
     """What `EngineClient.start` takes; it is sent to the core process."""
-    return partial(make_fake_engine, step_s=step_s, burst=burst, speculation=speculation)
+    return partial(make_fake_engine, step_s=step_s, burst=burst, speculation=speculation, rule=rule)
 
 
 class ByteTokenizer:

@@ -14,6 +14,7 @@ from forerun.request import FinishReason, Request, SamplingParams
 from forerun.sampling.batch import SamplingRows
 from forerun.spec.proposer import Draft, RequestDraft
 from forerun.spec.proposers.drafting import Chooser, Job
+from forerun.spec.verifiers import standard as standard_module
 from forerun.spec.verifiers.block import BlockVerifier
 from forerun.spec.verifiers.match import MatchVerifier
 from forerun.spec.verifiers.standard import StandardVerifier
@@ -197,21 +198,12 @@ def test_noise_that_an_earlier_draft_used_would_break_the_law() -> None:
     assert abs(second["again"] / fell - 1 / 3) > 0.05
 
 
-class Watched(BlockVerifier):
-    """Keeps where every coin fell; all of them say no, so that all are thrown."""
-
-    def __init__(self) -> None:
-        self.coins: list[int] = []
-
-    def accepts(self, probability: float, rows: SamplingRows, position: int) -> bool:
-        self.coins.append(
-            next(n for n in range(1 << 16) if super(Watched, self).accepts(n / (1 << 16), rows, position))
-        )
-        return False
-
-
-def test_neither_coins_nor_drafts_come_again_when_a_later_draft_reaches_their_position() -> None:
-    rule, drafted = Watched(), set()
+def test_neither_coins_nor_drafts_come_again_when_a_later_draft_reaches_their_position(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafted: set[int] = set()
+    coins: list[tuple[object, ...]] = []  # the keys of all that were thrown; none says yes
+    monkeypatch.setattr(standard_module, "uniform", lambda *key: coins.append(key) or 1.0)
     for root in range(4):
         request = Request("r", [1] * (1 + root), 1, SamplingParams(), 3)
         job = Job(request, 5 - root)
@@ -220,6 +212,6 @@ def test_neither_coins_nor_drafts_come_again_when_a_later_draft_reaches_their_po
             chooser.choose([job], torch.zeros(1, 1000))
         drafted.add(job.tokens[-1])  # for output position 4, from every root
         rows = SamplingRows("r", SamplingParams(), 3, 0, 0, job.length + 1, root)
-        rule.verify(Draft({"r": job.result("t")}), torch.zeros(job.length + 1, 1000), [rows])
+        BlockVerifier().verify(Draft({"r": job.result("t")}), torch.zeros(job.length + 1, 1000), [rows])
     assert len(drafted) == 4
-    assert len(set(rule.coins)) == len(rule.coins) == 5 + 4 + 3 + 2
+    assert len(set(coins)) == len(coins) == 5 + 4 + 3 + 2

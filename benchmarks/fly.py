@@ -1,0 +1,128 @@
+"""What FLy, the lossy rule, brings over `standard`, and how many texts it changes: a real pair, real prompts.
+
+    python benchmarks/fly.py --target target.gguf --draft draft.gguf --dataset question.jsonl \\
+        [--num-prompts 16] [--max-tokens 64] [--tokens 8] [--window 4] [--threads 2]
+
+One engine runs `fly`; each request asks for `fly` or for `standard` (which is `match` here, as drafts are greedy: its
+text is that of plain decoding). Prompts are Spec-Bench's, the same number from each category, answered one at a time;
+the two sides take turns, and who is first changes from prompt to prompt. Greedy, then drawn at temperature 0.8 with a
+seed for each prompt. A text that changed is one with another token anywhere; the first other token's place is given
+too. A prompt is computed once; speeds are of the tokens after the first. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from spec_bench import read_prompts
+
+from forerun import LLM, SamplingParams
+
+RULES = ("standard", "fly")
+
+
+def main() -> None:
+    options = parse()
+    llm = LLM(
+        str(options.target),
+        speculative_config={
+            "method": "draft_model",
+            "model": str(options.draft),
+            "num_speculative_tokens": options.tokens,
+            "rejection_sample_method": "fly",
+            "fly_window_size": options.window,
+        },
+        max_model_len=4096,
+        num_threads=options.threads,
+    )
+    prompts = [text for _, text in read_prompts(options.dataset, options.num_prompts)]
+    answer(llm, prompts[0], "standard", temperature=0, seed=0, max_tokens=8)  # warm
+    report = {
+        kind: compare(llm, prompts, temperature, options.max_tokens)
+        for kind, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8))
+    }
+    print(json.dumps({"tokens": options.tokens, "window": options.window} | report))
+
+
+def compare(llm: LLM, prompts: list[str], temperature: float, max_tokens: int) -> dict[str, Any]:
+    """Both rules on every prompt."""
+    found: dict[str, list[dict[str, Any]]] = {rule: [] for rule in RULES}
+    for place, prompt in enumerate(prompts):
+        for rule in RULES if place % 2 else reversed(RULES):
+            found[rule].append(answer(llm, prompt, rule, temperature=temperature, seed=place, max_tokens=max_tokens))
+    pairs = list(zip(found["standard"], found["fly"], strict=True))
+    ratios = sorted(fly["speed"] / standard["speed"] for standard, fly in pairs)
+    places = [first_difference(standard["token_ids"], fly["token_ids"]) for standard, fly in pairs]
+    changed = [place for place in places if place is not None]
+    figures: dict[str, Any] = {
+        rule: {
+            "acceptance_length": round(1 + total(sides, "accepted") / total(sides, "steps"), 3),
+            "tokens_per_second": round(statistics.median(side["speed"] for side in sides), 2),
+            "accepted": total(sides, "accepted"),
+            "drafted": total(sides, "drafted"),
+        }
+        for rule, sides in found.items()
+    }
+    figures |= {
+        "loosely_accepted": total(found["fly"], "loose"),
+        "fly_tokens": sum(len(side["token_ids"]) for side in found["fly"]),
+        "ratio": [round(ratios[0], 2), round(statistics.median(ratios), 2), round(ratios[-1], 2)],
+        "changed_texts": len(changed),
+        "texts": len(pairs),
+        "first_change_at": sorted(changed),
+    }
+    print(f"temperature {temperature}: {json.dumps(figures)}", flush=True)
+    return figures
+
+
+def answer(llm: LLM, prompt: str, rule: str, *, temperature: float, seed: int, max_tokens: int) -> dict[str, Any]:
+    """One text under one rule, with what it cost."""
+    params = SamplingParams(
+        temperature=temperature,
+        seed=seed,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        speculative_config={"rejection_sample_method": rule},
+    )
+    [output] = llm.chat([{"role": "user", "content": prompt}], params)
+    assert output.metrics is not None
+    spec = output.metrics.speculative_decoding
+    assert spec is not None
+    token_ids = output.outputs[0].token_ids
+    return {
+        "token_ids": token_ids,
+        "speed": (len(token_ids) - 1) / output.metrics.generation_time_s,
+        "steps": spec["num_spec_steps"],
+        "drafted": spec["num_draft_tokens"],
+        "accepted": spec["num_accepted_draft_tokens"],
+        "loose": spec["num_loosely_accepted_tokens"],
+    }
+
+
+def total(sides: list[dict[str, Any]], name: str) -> int:
+    return sum(side[name] for side in sides)
+
+
+def first_difference(one: list[int], other: list[int]) -> int | None:
+    return next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--dataset", type=Path, required=True)
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=8, help="K")
+    parser.add_argument("--window", type=int, default=4)
+    parser.add_argument("--threads", type=int)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
