@@ -102,6 +102,8 @@ class LLM:
         spec = roles.source
         if spec is not None and not isinstance(spec, SpeculativeConfig):
             spec = SpeculativeConfig.parse(spec)
+        for warning in spec.warnings if spec else ():
+            logger.warning("%s", warning)
         config = EngineConfig(model=roles.target, speculative_config=spec, **settings)
         self.engine = Engine.from_config(config)
         self.tokenizer: Tokenizer = self.engine.outputs.tokenizer

@@ -108,6 +108,8 @@ def _default(key: Key) -> str:
 
 
 def _methods(key: Key) -> str:
+    if key.rules:
+        return "all, under " + ", ".join(key.rules)
     return ", ".join(key.methods) if key.methods else "all"
 
 
