@@ -19,7 +19,7 @@ from forerun.errors import ConfigError
 from forerun.spec.config import MAX_METHODS, SpeculativeConfig
 from forerun.spec.control import STEPS_TO_RISE
 from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, NOT_METHODS, Key, Method, Status
-from forerun.spec.method_rules import HEADS, NGRAM_MOD_TOKENS
+from forerun.spec.method_rules import FLY_WINDOW, HEADS, NGRAM_MOD_TOKENS
 from forerun.spec.roles import Roles, assign_roles
 from forerun.spec.schema import json_schema
 from forerun.spec.source import EXAMPLE, FLAG
@@ -108,6 +108,8 @@ def _default(key: Key) -> str:
 
 
 def _methods(key: Key) -> str:
+    if key.rules:
+        return "all, under " + ", ".join(key.rules)
     return ", ".join(key.methods) if key.methods else "all"
 
 
@@ -214,10 +216,16 @@ _RULES = f"""\
 8. `spec_tree`: K is its `num_draft_tokens`; another `num_speculative_tokens` is refused, and so are
    `parallel_drafting`, `draft_min_prob` and any `draft_sample_method` but `greedy` beside it. `num_draft_tokens` is at
    most what a tree of that depth and top_k has: top_k + depth * top_k^2.
-9. `rejection_sample_method` `standard` becomes `match` unless a draft is probabilistic: with one-hot and coupled drafts
-   `match` keeps the text, and with one-hot ones both accept the same. With `draft_sample_method` `probabilistic`
-   `standard` is taken where no rule is given, with a warning: it keeps the distribution, not the text of a seed.
-   `match` is refused with it.
+9. `rejection_sample_method` `standard` and `block` become `match` unless a draft is probabilistic: with one-hot and
+   coupled drafts `match` keeps the text, and with one-hot ones all three accept the same. With `draft_sample_method`
+   `probabilistic` `standard` is taken where no rule is given, with a warning: it keeps the distribution, not the text
+   of a seed. `match` is refused with it.
+10. `fly` (lossy) needs K of 2 or more and chains: `spec_tree` is refused. `fly_window_size` is min({FLY_WINDOW}, K - 1)
+    where it is missing, and must be below K (the largest K of several methods); drafts that are not longer than the
+    window are judged as without `fly`.
+11. `synthetic` (benchmarks only) needs chains and one of `synthetic_acceptance_rates` (K entries) and
+    `synthetic_acceptance_length` L (1 to K + 1), which means rates of 1 up to the whole part of L - 1, then the
+    fraction, then 0. Keys of one rule are refused with another.
 
 `suffix_decoding_max_cached_requests` is 0 where it is missing, and not 10000 as in vLLM 0.33.0: drafts copy from the
 request's own tokens unless more is asked for, so that no answer's speed depends on what others wrote. With a cache, an
@@ -228,6 +236,21 @@ prefixes are: requests of one salt (or of none) draft from each other, those of 
 given up.
 
 Bounds above (1024 tokens, 128 for the depth of the suffix tree, {MAX_METHODS} methods) are ours; vLLM has none.
+
+## Rules that are not lossless
+
+`match` gives the text of a seed as without drafts; `standard` and `block` give the target's distribution. `fly` and
+`synthetic` give neither, and it is said: in a warning at start, in `/v1/speculation` (`lossless: "no"`), in the metric
+`forerun:spec_decode_rule_info`, and in every answer, whose `metrics.speculative_decoding` holds
+`rejection_sample_method`, `lossless` and `num_loosely_accepted_tokens` whether per-request metrics are on or not (in a
+stream: in the last chunk of the choice, or beside the usage). `forerun:spec_decode_num_loosely_accepted_tokens` counts
+drafted tokens that the target's own rule had rejected and that stand.
+
+`fly`: a rejection at token i of a draft is deferred where the target's entropy (nats, over the `fly_entropy_top_k`
+likeliest tokens, not renormalised; for a greedy request at temperature 1) reaches `fly_entropy_threshold`, the target
+gives the token a chance at all, and `fly_window_size` more drafted tokens follow. If all of these pass, token i and
+they stand; else the text is cut at i and the target's own token stands there. docs/measurements.md says what that
+brings and how many texts it changes.
 
 ## Speculators checkpoints
 
@@ -250,7 +273,8 @@ drafts.
 ```
 
 - A key beside `method` goes to every member that it belongs to, and must belong to one. A member's own key wins.
-- `rejection_sample_method` and `num_speculative_tokens_per_batch_size` hold for all and stand beside `method`.
+- `rejection_sample_method` with its keys and `num_speculative_tokens_per_batch_size` hold for all and stand beside
+  `method`.
 - K of the whole is the largest of the members'. Two members of one method must differ.
 - A message about a member begins with its place: `method[1]: ...`.
 
@@ -277,11 +301,14 @@ A body of `/v1/completions` or `/v1/chat/completions`, and `SamplingParams` in P
 {{"speculative_config": {{"method": "suffix"}}}}
 {{"speculative_config": {{"method": ["suffix", "ngram"], "num_speculative_tokens": 4}}}}
 {{"speculative_config": {{"method": "none"}}}}
+{{"speculative_config": {{"rejection_sample_method": "match"}}}}
 ```
 
 - `num_speculative_tokens`: 0 to K of the server; 0 switches drafting off for this request.
 - `method`: one of the methods that the server has loaded, or a list of them, which may draft for this request (in the
   server's order); `none` switches drafting off.
+- `rejection_sample_method`: the server's own, or `match` or `standard`: a request may be stricter than the server,
+  never looser. On a server with probabilistic drafts `match` keeps the text of a seed and accepts less.
 - Anything else is refused with HTTP 400. A server without speculation takes only what switches it off. The text never
   depends on it where the rule is `match`.
 """

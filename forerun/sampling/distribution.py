@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from forerun.request import SamplingParams
-from forerun.sampling.noise import LEAST_NOISE, MOST_NOISE, Stream, gumbel
+from forerun.sampling.noise import LEAST_NOISE, MOST_NOISE, Stream, gumbel, least_word, noise_of, random_words
 
 NEGATIVE_INFINITY = float("-inf")
-TOP_P_CANDIDATES = 1024
+TOP_P_CANDIDATES = (1024, 8192)
 ROUNDING = 0.01  # far more than float32 can be off
+LIKELY = 4.0  # nats below the likeliest token: on a CPU these are scored first
 
 
 def most_likely(logits: Tensor) -> tuple[list[int], list[bool]]:
@@ -43,25 +44,45 @@ def processed_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
         [V] float32; minus infinity where a token was filtered out. Among equal logits none is preferred: all tokens
         as likely as the last one kept are kept.
     """
-    logits = logits / params.temperature
+    logits = _divided(logits, params.temperature)
     if params.min_p > 0.0:
-        threshold = logits.max() + math.log(params.min_p)
-        logits = logits.masked_fill(logits < threshold, NEGATIVE_INFINITY)
+        logits = _cut(logits, logits.max() + math.log(params.min_p))
     if 0 < params.top_k < logits.shape[0]:
-        threshold = logits.topk(params.top_k).values[-1]
-        logits = logits.masked_fill(logits < threshold, NEGATIVE_INFINITY)
+        logits = _cut(logits, _largest(logits, params.top_k)[-1])
     logprobs = logits.log_softmax(dim=-1)
     if params.top_p < 1.0:
-        threshold = _top_p_threshold(logprobs, params.top_p)
-        logprobs = logprobs.masked_fill(logprobs < threshold, NEGATIVE_INFINITY).log_softmax(dim=-1)
+        logprobs = _cut(logprobs, _top_p_threshold(logprobs, params.top_p)).log_softmax(dim=-1)
     return logprobs
+
+
+# On a CPU by numpy, to the same bits: torch's threads wait for cores that others use, which costs many times the work.
+
+
+def _divided(row: Tensor, by: float) -> Tensor:
+    return torch.from_numpy(row.numpy() / by) if row.is_cpu else row / by
+
+
+def _cut(row: Tensor, least: Tensor) -> Tensor:
+    """The row [V] with minus infinity for all that is below `least`."""
+    if not row.is_cpu:
+        return row.masked_fill(row < least, NEGATIVE_INFINITY)
+    values = row.numpy()
+    return torch.from_numpy(np.where(values < least.numpy(), values.dtype.type(NEGATIVE_INFINITY), values))
+
+
+def _largest(row: Tensor, count: int) -> Tensor:
+    """The `count` largest of a row [V], the largest first."""
+    if not row.is_cpu:
+        return row.topk(count).values
+    first = row.shape[0] - count
+    return torch.from_numpy(np.sort(np.partition(row.numpy(), first)[first:])[::-1].copy())
 
 
 def _top_p_threshold(logprobs: Tensor, top_p: float) -> Tensor:
     """Log-probability of the last token of the smallest set that reaches `top_p`."""
     size = logprobs.shape[0]
-    for num_candidates in (TOP_P_CANDIDATES, size):  # the head is nearly always enough; both give the same sums
-        top = logprobs.topk(min(num_candidates, size)).values
+    for num_candidates in (*TOP_P_CANDIDATES, size):  # the head is nearly always enough; all give the same sums
+        top = _largest(logprobs, min(num_candidates, size))
         cumulative = top.exp().cumsum(dim=-1)
         if cumulative[-1] >= top_p:
             break
@@ -69,7 +90,9 @@ def _top_p_threshold(logprobs: Tensor, top_p: float) -> Tensor:
     return top[min(reached, top.shape[0] - 1)]
 
 
-def draw(logprobs: Tensor, seed: int, choice: int, position: int, stream: Stream = Stream.TARGET) -> int:
+def draw(
+    logprobs: Tensor, seed: int, choice: int, position: int, stream: Stream = Stream.TARGET, place: int = 0
+) -> int:
     """The token that wins at an output position: argmax of log-probability [V] plus its keyed Gumbel noise.
 
     A draft that is drawn from its own distribution with the target's stream is coupled: the more alike the two
@@ -78,7 +101,22 @@ def draw(logprobs: Tensor, seed: int, choice: int, position: int, stream: Stream
     Noise is made for the tokens that can win: not for those filtered out, nor for those so unlikely that the most noise
     there is would not lift them over the likeliest token with the least.
     """
+    if logprobs.is_cpu:
+        return _draw_on_cpu(logprobs, seed, choice, position, stream, place)
     hopeless = logprobs.max() - (MOST_NOISE - LEAST_NOISE + ROUNDING)
     token_ids = (logprobs > hopeless).nonzero().squeeze(1)
-    score = logprobs[token_ids].double() + gumbel(seed, choice, position, token_ids, stream)
+    score = logprobs[token_ids].double() + gumbel(seed, choice, position, token_ids, stream, place)
     return int(token_ids[torch.argmax(score)])
+
+
+def _draw_on_cpu(logprobs: Tensor, seed: int, choice: int, position: int, stream: Stream, place: int) -> int:
+    """The same token with few logarithms: of the unlikely tokens only those get a score whose random word, compared as
+    the integer that it is, may lift them over the best of the likely ones."""
+    row = logprobs.numpy()
+    best = row.max()
+    token_ids = np.flatnonzero(row > best - (MOST_NOISE - LEAST_NOISE + ROUNDING))
+    words, values = random_words(token_ids, seed, choice, position, stream, place), row[token_ids].astype(np.float64)
+    likely = values > best - LIKELY
+    to_beat = (values[likely] + noise_of(words[likely])).max()
+    chosen = likely | (words >= least_word(to_beat - (float(best) - LIKELY) - ROUNDING))
+    return int(token_ids[chosen][np.argmax(values[chosen] + noise_of(words[chosen]))])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from forerun.engine.messages import RequestOutput
-from forerun.server.job import Choice, Job, choice_metrics
+from forerun.server.job import Choice, Job, choice_metrics, is_lossy
 from forerun.server.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from forerun.server.prompts import Tokenizer
 from forerun.server.settings import ServerSettings
@@ -106,7 +106,10 @@ class ChoicesAnswer(Answer):
             shown["stop_reason"] = output.stop_reason
             shown["seed"] = choice.request.seed
             shown |= self._own_metrics(choice)
-        return [self.frame([shown])]
+        chunk = self.frame([shown])
+        if is_lossy(choice.metrics) and not self.includes_usage:  # no chunk with the usage comes to say so
+            chunk |= self._only_metrics()
+        return [chunk]
 
     def closing(self) -> list[dict[str, Any]]:
         if not self.includes_usage:
@@ -127,8 +130,10 @@ class ChoicesAnswer(Answer):
         return choice.finish_reason
 
     def _usage(self) -> dict[str, Any]:
-        usage: dict[str, Any] = {"usage": self.usage()}
-        return usage | (self._metrics(self.job.choices[0]) if len(self.job.choices) == 1 else {})
+        return {"usage": self.usage()} | self._only_metrics()
+
+    def _only_metrics(self) -> dict[str, Any]:
+        return self._metrics(self.job.choices[0]) if len(self.job.choices) == 1 else {}
 
     def _own_metrics(self, choice: Choice) -> dict[str, Any]:
         return self._metrics(choice) if len(self.job.choices) > 1 else {}

@@ -103,7 +103,7 @@ def _checked_params(state: ServerState, body: GenerationBody) -> SamplingParams:
 
 def _speculation(state: ServerState, body: GenerationBody) -> RequestSpeculation:
     info = state.client.info
-    return body.speculation(info.spec_methods, info.num_spec_tokens)
+    return body.speculation(info.spec_methods, info.num_spec_tokens, info.rejection_sample_method)
 
 
 def _given_id(request: Request, body: GenerationBody) -> str:

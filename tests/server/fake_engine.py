@@ -35,6 +35,7 @@ from forerun.engine.messages import (
 )
 from forerun.errors import ConfigError, RequestError
 from forerun.request import FinishReason, SpecStats
+from forerun.spec.rules import LOSSLESS
 from forerun.spec.stats import NOT_DRAFTED, SpecTotals
 from forerun.spec.verifier import TokenLogprobs
 
@@ -78,7 +79,7 @@ class FakeRequest:
 
 
 class FakeEngine:
-    def __init__(self, config: EngineConfig, *, step_s: float, burst: int, speculation: bool) -> None:
+    def __init__(self, config: EngineConfig, *, step_s: float, burst: int, speculation: bool, rule: str) -> None:
         if config.model == "broken":
             raise ConfigError("model 'broken': tensor model.norm.weight is missing")
         if config.model == "slow":
@@ -89,6 +90,7 @@ class FakeEngine:
         self._step_s = step_s
         self._burst = burst
         self._speculation = speculation
+        self._rule = rule
         self._requests: dict[str, FakeRequest] = {}
         times = {"suffix": 0.0, "ngram": 0.0} if speculation else {}
         not_drafted = dict.fromkeys(NOT_DRAFTED, 0) if speculation else {}
@@ -140,6 +142,8 @@ class FakeEngine:
             speculative_config={"method": "ngram", "num_speculative_tokens": 4} if self._speculation else None,
             num_spec_tokens=NUM_SPEC_TOKENS if self._speculation else 0,
             spec_methods=SPEC_METHODS if self._speculation else (),
+            rejection_sample_method=self._rule,
+            lossless=LOSSLESS[self._rule],
             log_lines=["CPU KV cache size: 1,024 tokens"],
         )
 
@@ -154,9 +158,12 @@ class FakeEngine:
         request.num_tokens += count
         self._stats.generation_tokens += count
         if self._speculation and request.num_steps > 1:
-            request.spec.observe(NUM_SPEC_TOKENS, count - 1)
+            request.spec.rejection_sample_method = request.new.rejection_sample_method or self._rule
+            request.spec.lossless = LOSSLESS[request.spec.rejection_sample_method]
+            num_loose = int(request.spec.lossless == "no")
+            request.spec.observe(NUM_SPEC_TOKENS, count - 1, num_loose)
             for totals in (self._stats.spec, self._stats.spec_by_proposer.setdefault("ngram", SpecTotals())):
-                totals.observe(NUM_SPEC_TOKENS, count - 1)
+                totals.observe(NUM_SPEC_TOKENS, count - 1, num_loose)
         output = RequestOutput(request.new.request_id, tokens, request.decoder.decode(bytes(tokens)))
         output.drafted = [True] * (count - 1) + [False]
         if request.new.params.logprobs is not None:
@@ -190,13 +197,15 @@ def _logprobs(token: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.25, 1, top)
 
 
-def make_fake_engine(config: EngineConfig, *, step_s: float, burst: int, speculation: bool) -> FakeEngine:
-    return FakeEngine(config, step_s=step_s, burst=burst, speculation=speculation)
+def make_fake_engine(config: EngineConfig, *, step_s: float, burst: int, speculation: bool, rule: str) -> FakeEngine:
+    return FakeEngine(config, step_s=step_s, burst=burst, speculation=speculation, rule=rule)
 
 
-def fake_factory(*, step_s: float = 0.002, burst: int = 3, speculation: bool = True) -> EngineFactory:
+def fake_factory(
+    *, step_s: float = 0.002, burst: int = 3, speculation: bool = True, rule: str = "match"
+) -> EngineFactory:
     """What `EngineClient.start` takes; it is sent to the core process."""
-    return partial(make_fake_engine, step_s=step_s, burst=burst, speculation=speculation)
+    return partial(make_fake_engine, step_s=step_s, burst=burst, speculation=speculation, rule=rule)
 
 
 def start_once(config: EngineConfig, mark: Path, *, hang: bool = False) -> FakeEngine:
@@ -207,7 +216,7 @@ def start_once(config: EngineConfig, mark: Path, *, hang: bool = False) -> FakeE
     if mark.exists():
         raise ConfigError("/models/gone: no such file")
     mark.touch()
-    return FakeEngine(config, step_s=0.0, burst=1, speculation=False)
+    return FakeEngine(config, step_s=0.0, burst=1, speculation=False, rule="match")
 
 
 def _written(message: dict[str, Any]) -> str:

@@ -6,46 +6,71 @@ a drafted token x is accepted with probability p(x), as often as rejection sampl
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from forerun.request import FinishReason
 from forerun.sampling.batch import SamplingBatch, SamplingRows
 from forerun.sampling.distribution import draw, most_likely, processed_logprobs
+from forerun.spec.config import SpeculativeConfig
 from forerun.spec.proposer import Draft, RequestDraft
+from forerun.spec.rules import LOSSLESS
 from forerun.spec.verifier import RequestVerdict, Verdict
+
+
+class BestTokens(NamedTuple):
+    """Of each row of a step: the most likely token, and whether the row can be drawn from."""
+
+    token_ids: list[int]
+    finite: list[bool]
 
 
 class MatchVerifier:
     """Keeps the path of drafted tokens that the target draws itself. Greedy is its limit at temperature 0."""
 
     name = "match"
-    lossless = "path"
+    lossless = LOSSLESS["match"]
+
+    @classmethod
+    def from_config(cls, config: SpeculativeConfig) -> MatchVerifier:
+        """The rule with the settings that it reads."""
+        return cls()
 
     def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
-        greedy, finite = most_likely(target_logits)
-        return Verdict(
-            {r.request_id: self._walk(draft.of(r.request_id), target_logits, r, greedy, finite) for r in sampling}
-        )
+        best = BestTokens(*most_likely(target_logits))
+        return Verdict({r.request_id: self.judge(draft.of(r.request_id), target_logits, r, best) for r in sampling})
 
-    def _walk(
-        self, draft: RequestDraft, logits: Tensor, rows: SamplingRows, greedy: list[int], finite: list[bool]
-    ) -> RequestVerdict:
-        """From the root, follow the child that holds the row's token until there is none."""
+    def judge(self, draft: RequestDraft, logits: Tensor, rows: SamplingRows, best: BestTokens) -> RequestVerdict:
+        """The verdict on one request: from the root, follow the child that holds the row's token until there is none.
+
+        Args:
+            logits: [R, V], all rows of the step, which `rows` and `best` index.
+        """
         verdict = RequestVerdict([], [], num_drafted=len(draft))
         node = -1
         while True:
-            row = rows.first_row + 1 + node
-            position = rows.position + len(verdict.accepted)
-            if not finite[row]:
+            token = self.token_at(node, len(verdict.accepted), draft, logits, rows, best)
+            if token is None:
                 verdict.finish_reason = FinishReason.ERROR
                 return verdict
-            token = greedy[row] if rows.params.greedy else self.next_token(logits[row], rows, position, draft, node)
             verdict.token_ids.append(token)
             child = find_child(draft, node, token)
             if child is None:
                 return verdict
             verdict.accepted.append(child)
             node = child
+
+    def token_at(
+        self, node: int, depth: int, draft: RequestDraft, logits: Tensor, rows: SamplingRows, best: BestTokens
+    ) -> int | None:
+        """The token at the row of `node`, which lies `depth` below the root; None where it cannot be drawn from."""
+        row = rows.first_row + 1 + node
+        if not best.finite[row]:
+            return None
+        if rows.params.greedy:
+            return best.token_ids[row]
+        return self.next_token(logits[row], rows, rows.position + depth, draft, node)
 
     def next_token(self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int) -> int:
         """The token at a drawn row, that of `node`; a drafted child stands if it is that token. Rules differ here.
