@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.errors import RequestError
+from forerun.structured.request import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128  # answers to one prompt; OpenAI's limit
@@ -73,6 +74,8 @@ class SamplingParams:
         speculative_config: how this request may draft: `num_speculative_tokens` up to the engine's K (0: off) and
             `method`, one or several of those loaded, or "none" (docs/speculative-config.md). The front that takes the
             request checks it against the engine and turns it into fields of `NewRequest`.
+        structured_outputs: the form that the text must have, one of `json` (a schema), `json_object`, `regex`,
+            `choice`, `grammar` and `structural_tag` (docs/structured-output.md). It is kept in its plainest form.
 
     Raises:
         RequestError: a value out of range; `param` names the field.
@@ -91,6 +94,7 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     speculative_config: Mapping[str, Any] | None = field(default=None, hash=False)
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -123,6 +127,9 @@ class SamplingParams:
             raise RequestError(
                 f"speculative_config must be an object, got {self.speculative_config!r:.80}", "speculative_config"
             )
+        if self.structured_outputs is not None:
+            plain = StructuredOutputs.parse(self.structured_outputs).as_dict()
+            object.__setattr__(self, "structured_outputs", plain)
         if "" in self.stop:
             raise RequestError(f"stop[{self.stop.index('')}] must not be empty", "stop")
 

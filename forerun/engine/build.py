@@ -28,11 +28,13 @@ from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.loading import load_model, read_config
 from forerun.models.paged import KV_DTYPES, PagedModel, new_memory
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
+from forerun.parsers.formats import reasoning_format
 from forerun.spec.control import make_control
 from forerun.spec.heads import complete
 from forerun.spec.proposer import TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
+from forerun.structured.processor import StructuredProcessor
 
 CPU_DTYPES = ("auto", "float32")
 
@@ -86,7 +88,10 @@ def build_engine(config: EngineConfig) -> Engine:
     _fit(config, model_config, shape.block_bytes(least_dtype.itemsize), most_bytes)
     target = _load_target(config, path, model_config, device)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, target.model.kv_dtype)
-    proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype))
+    eos_token_ids = {*target.tokenizer.eos_token_ids, *model_config.eos_token_ids}
+    reasoning = None if config.reasoning_parser is None else reasoning_format(config.reasoning_parser)
+    structured = StructuredProcessor(target.tokenizer, eos_token_ids, reasoning)
+    proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype), structured)
 
     caches = _size_caches(config, target, kv_dtype, proposer)
     memory = new_memory(caches.pool.num_bytes, device)
@@ -115,7 +120,8 @@ def build_engine(config: EngineConfig) -> Engine:
         verifier=make_verifier(config.speculative_config),
         control=make_control(config.speculative_config),
         tokenizer=target.tokenizer,
-        eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
+        processors=[structured],
+        eos_token_ids=eos_token_ids,
         info=_info(config, target, caches, notes),
     )
 

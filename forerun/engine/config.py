@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forerun.errors import ConfigError
+from forerun.parsers.formats import reasoning_format
 
 if TYPE_CHECKING:
     from forerun.spec.config import SpeculativeConfig
@@ -52,6 +53,8 @@ class EngineConfig:
         block_size: tokens a block.
         enable_prefix_caching: keep full blocks of finished requests for prompts that begin alike.
         num_threads: threads of the CPU's kernels; None: PyTorch's own choice.
+        reasoning_parser: the tags around the model's reasoning (`forerun/parsers/formats.py`): what a request asks of
+            the form of its text holds from the reasoning's end on. None: texts have no reasoning.
         seed: makes the seeds that are drawn for requests without one repeatable; None: fresh ones.
     """
 
@@ -71,6 +74,7 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     num_threads: int | None = None
+    reasoning_parser: str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +88,8 @@ class EngineConfig:
         for name, known in (("device", DEVICES), ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not served: use {', '.join(known)}")
+        if self.reasoning_parser is not None:
+            reasoning_format(self.reasoning_parser)
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")

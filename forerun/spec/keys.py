@@ -209,9 +209,9 @@ _METHODS = (
     ),
     Method(
         "grammar",
-        "Tokens that a request's grammar forces are drafted for free.",
+        "Drafts the tokens that a request's grammar forces; requests without structured_outputs have no draft.",
         "none",
-        why="structured output is not there yet",
+        Status.SERVED,
     ),
     Method(
         "eagle",
@@ -344,8 +344,8 @@ def _common_keys() -> Iterable[Key]:
         "num_speculative_tokens",
         "integer",
         "K: most tokens drafted for a request in a step.",
-        default_text="suffix: the tree depth; ngram_mod: 64; eagle, eagle3: num_draft_tokens of spec_tree, else the "
-        "checkpoint's own; ngram, draft_model: required",
+        default_text="suffix: the tree depth; ngram_mod: 64; grammar: 32; eagle, eagle3: num_draft_tokens of spec_tree, "
+        "else the checkpoint's own; ngram, draft_model: required",
         minimum=1,
         maximum=MAX_TOKENS,
         choices=(Choice("auto", "as far as it pays"),),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from forerun.errors import RequestError
 from forerun.request import FinishReason
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class RequestVerdict:
             that are not finite, and `finish_reason` is ERROR then.
         num_drafted: drafted tokens that were verified.
         finish_reason, stop_reason, text: filled where the tokens are turned into text and judged for stops.
+        fault: with ERROR, what of the request's own was to blame; None: nothing of it.
         logprobs: one entry a token where asked for; filled afterwards, from the raw logits.
     """
 
@@ -48,6 +50,7 @@ class RequestVerdict:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text: str = ""
+    fault: RequestError | None = None
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.errors import RequestError
     from forerun.request import Request
     from forerun.sampling.batch import SamplingRows
     from forerun.spec.proposer import Draft
@@ -41,6 +42,10 @@ class LogitsProcessor(Protocol):
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> None:
         """These tokens, next in the request's output, stand. They are not in `request.token_ids` yet."""
+        return None
+
+    def fault(self, request: Request) -> RequestError | None:
+        """A row of the request had nothing to draw from: what of its own was to blame, as far as this one knows."""
         return None
 
     def forget(self, request_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from forerun.request import FinishReason
 from forerun.sampling.processors.interface import LogitsProcessor
 
 if TYPE_CHECKING:
@@ -48,8 +49,12 @@ class LogitsProcessors:
         """Tell what stands of each request, after it was cut at its stop and before the scheduler's commit."""
         for s in plan.scheduled:
             if s.samples:
-                for processor in self._asked.get(s.request.request_id, ()):
-                    processor.accept(s.request, verdict.by_request[s.request.request_id].token_ids)
+                stands = verdict.by_request[s.request.request_id]
+                asked = self._asked.get(s.request.request_id, ())
+                if stands.finish_reason is FinishReason.ERROR:
+                    stands.fault = next(filter(None, (processor.fault(s.request) for processor in asked)), None)
+                for processor in asked:
+                    processor.accept(s.request, stands.token_ids)
 
     def forget(self, request_id: str) -> None:
         self._drop(request_id, self._asked.pop(request_id, ()))
