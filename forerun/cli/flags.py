@@ -20,7 +20,7 @@ _NAMES = """
     --limit-mm-per-prompt --load-format --logits-processors --logprobs-mode --lora-modules --max-logprobs
     --max-lora-rank --max-loras --max-num-partial-prefills --middleware --model --model-impl --num-gpu-blocks-override
     --optimization-level --override-generation-config --pipeline-parallel-size --prefix-caching-hash-algo
-    --reasoning-parser --reasoning-parser-plugin --response-role --return-tokens-as-token-ids
+    --reasoning-parser-plugin --response-role --return-tokens-as-token-ids
     --revision --runner --scheduling-policy --skip-tokenizer-init --ssl-ca-certs --ssl-certfile --ssl-keyfile
     --stream-interval --structured-outputs-config --swap-space --task --tensor-parallel-size --tokenizer-mode
     --tokenizer-revision --tool-call-parser --tool-parser-plugin --tool-server --trust-remote-code --uds

@@ -125,6 +125,8 @@ def serve(
     gpu_memory_utilization: Annotated[float | None, _engine(
         "Share of the GPU's memory that the engine may fill; if not given, 0.92.")] = None,
     num_threads: Annotated[int | None, _engine("Threads of the CPU's kernels; if not given, PyTorch's choice.")] = None,
+    reasoning_parser: Annotated[str | None, _engine(
+        "Tags around the model's reasoning: qwen3, deepseek_r1, or tags:START,END.")] = None,
     seed: Annotated[int | None, _engine("Makes the seeds repeatable that requests without one get.")] = None,
     host: Annotated[str, _web("Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, _web("Port to listen on; 0: any free one.")] = 8000,
@@ -179,6 +181,7 @@ def serve(
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
         num_threads=num_threads,
+        reasoning_parser=reasoning_parser,
         seed=seed,
     )
     settings = ServerSettings(

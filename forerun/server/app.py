@@ -18,6 +18,7 @@ from forerun.server.prompts import Tokenizer
 from forerun.server.settings import ServerSettings
 from forerun.server.state import ServerState
 from forerun.server.stats_log import StatsLog
+from forerun.structured.trial import GrammarTrial
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
@@ -31,7 +32,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     if metrics is not None:
         client.observe(metrics)
     app = FastAPI(title="forerun", version=system.package_version(), lifespan=_lifespan)
-    app.state.server = ServerState(client, tokenizer, settings, JobMaker(client.config.seed), metrics, int(time.time()))
+    jobs, grammars = JobMaker(client.config.seed), GrammarTrial(tokenizer)
+    app.state.server = ServerState(client, tokenizer, settings, jobs, grammars, metrics, int(time.time()))
     app.include_router(system.router)
     app.include_router(generate.router)
     errors.install(app)
@@ -44,6 +46,15 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: ServerState = app.state.server
+    try:
+        async with _stats_log(state):
+            yield
+    finally:
+        state.grammars.close()
+
+
+@asynccontextmanager
+async def _stats_log(state: ServerState) -> AsyncIterator[None]:
     if state.metrics is None:
         yield
         return

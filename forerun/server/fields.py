@@ -40,17 +40,6 @@ _SAMPLING: dict[str, Neutral] = {
     "echo": (False,),
 }
 
-_GRAMMAR: dict[str, Neutral] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-}
-
 _ANSWER: dict[str, Neutral] = {
     "return_tokens_as_token_ids": (False,),
     "return_prompt_text": (False,),
@@ -88,8 +77,8 @@ _CHAT_ONLY: dict[str, Neutral] = {
     "mm_processor_kwargs": ({},),
 }
 
-COMPLETION_NOT_SERVED = {**_SAMPLING, **_GRAMMAR, **_ANSWER, **_COMPLETION_ONLY}
-CHAT_NOT_SERVED = {**_SAMPLING, **_GRAMMAR, **_ANSWER, **_CHAT_ONLY}
+COMPLETION_NOT_SERVED = {**_SAMPLING, **_ANSWER, **_COMPLETION_ONLY}
+CHAT_NOT_SERVED = {**_SAMPLING, **_ANSWER, **_CHAT_ONLY}
 MESSAGE_NOT_SERVED: dict[str, Neutral] = {
     "tool_calls": ([],),
     "tool_call_id": (),

@@ -19,6 +19,7 @@ from forerun.server.openapi import describe_body
 from forerun.server.prompts import chat_prompt, check_prompt, check_token_ids, completion_prompts, offload
 from forerun.server.state import ServerState, state_of
 from forerun.server.streaming import ClientGoneError, EventStream, Outputs, unless_gone
+from forerun.server.structured import check_form
 from forerun.spec.per_request import RequestSpeculation
 
 router = APIRouter()
@@ -28,7 +29,7 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     state = state_of(request)
     body = CompletionBody.read(await read_json(request))
-    make_job = _job_maker(request, state, "cmpl", body)
+    make_job = await _job_maker(request, state, "cmpl", body)
     prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens, state.limits)
     for prompt in prompts:
         check_prompt(prompt, "prompt", state.vocab_size, state.client.info.max_model_len)
@@ -39,7 +40,7 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     state = state_of(request)
     body = ChatBody.read(await read_json(request))
-    make_job = _job_maker(request, state, "chatcmpl", body)
+    make_job = await _job_maker(request, state, "chatcmpl", body)
     prompt = await chat_prompt(
         state.tokenizer,
         body.messages,
@@ -57,12 +58,13 @@ async def read_json(request: Request) -> dict[str, Any]:
     return await offload(len(body), lambda: parse_body(body))
 
 
-def _job_maker(
+async def _job_maker(
     request: Request, state: ServerState, prefix: str, body: GenerationBody
 ) -> Callable[[Sequence[list[int]]], Job]:
     """From prompts to the job; all that can be wrong whatever the prompts are is judged before they are tokenised."""
     model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
     name = _given_id(request, body)
+    await check_form(state.grammars, body, params)
 
     def make(prompts: Sequence[list[int]]) -> Job:
         state.client.check_room(len(prompts) * params.n, "prompt" if params.n == 1 else "n")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from forerun.errors import RequestError
 from forerun.request import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
 from forerun.server.fields import CHAT_NOT_SERVED, COMPLETION_NOT_SERVED, Neutral, served_fields, shorten
+from forerun.server.structured import asked_form, named
 from forerun.spec.per_request import RequestSpeculation, request_speculation
 
 logger = logging.getLogger("forerun.server")
@@ -81,6 +82,15 @@ class GenerationBody(Body):
         Field(description="num_speculative_tokens (0: off) and method (a name, a list of names, or none)"),
     ] = None
     max_draft_tokens: Annotated[int | None, Field(ge=0, le=1024)] = None
+    # The form of the answer: OpenAI's field, vLLM's, and vLLM's older ones.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str] | None, Field(fail_fast=True)] = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Name | None = None  # there is one
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
     request_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     return_token_ids: bool = False
@@ -112,6 +122,11 @@ class GenerationBody(Body):
             )
         _warn_of_temperature(self.temperature)
         limit = self.token_limit()
+        field, form = asked_form(self) or ("", None)
+        with named(field):
+            return self._params(limit, form)
+
+    def _params(self, limit: int | None, form: dict[str, Any] | None) -> SamplingParams:
         return SamplingParams(
             n=self.n,
             temperature=self.temperature,
@@ -125,6 +140,7 @@ class GenerationBody(Body):
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs(),
             skip_special_tokens=self.skip_special_tokens,
+            structured_outputs=form,
         )
 
     def speculation(self, methods: Sequence[str], num_speculative_tokens: int) -> RequestSpeculation:

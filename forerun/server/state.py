@@ -14,6 +14,7 @@ from forerun.server.job import JobMaker
 from forerun.server.metrics import ServerMetrics
 from forerun.server.prompts import Limits, Tokenizer
 from forerun.server.settings import ServerSettings
+from forerun.structured.trial import GrammarTrial
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class ServerState:
     tokenizer: Tokenizer
     settings: ServerSettings
     jobs: JobMaker
+    grammars: GrammarTrial
     metrics: ServerMetrics | None  # None: log_stats is off
     created: int  # when the server started, seconds since 1970
 

@@ -99,4 +99,4 @@ class Compiler:
 def refusal(asked: StructuredOutputs, reason: str) -> RequestError:
     """`reason` in one line, as the fault of what was asked."""
     first = " ".join(reason.replace("<non-verbose/>", "").split())
-    return RequestError(f"{FIELD}.{asked.kind} cannot be used: {first[:500]}", f"{FIELD}.{asked.kind}")
+    return RequestError(f"{FIELD}.{asked.kind} cannot be used: {first[:300]}", f"{FIELD}.{asked.kind}")

@@ -13,23 +13,33 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from selectors import EVENT_READ, DefaultSelector
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
+import psutil
 
 from forerun.errors import RequestError
 from forerun.structured.request import StructuredOutputs
 
-if TYPE_CHECKING:
-    from forerun.models.tokenizer import Tokenizer
-
 MAX_COMPILE_S = 0.5  # of processor time; a schema with 2,000 required properties takes half of it
-MAX_WAIT_S = 10.0  # for an answer, on a machine that is busy
-MAX_START_S = 60.0
+MAX_WAIT_S = 60.0  # for the process to start, or for its turn on a machine that is busy
+POLL_S = 0.02
 MAX_BYTES = 4 << 30  # address space of the process
 MAX_REMEMBERED = 1024
 _LENGTH_BYTES = 4
+
+
+class Tokenizer(Protocol):
+    """What is needed of `forerun.models.tokenizer.Tokenizer`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> Collection[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def is_special(self, token_id: int) -> bool: ...
 
 
 class Verdict(msgspec.Struct):
@@ -49,8 +59,8 @@ class GrammarTrial:
         self._lock = threading.Lock()
         self._known: OrderedDict[StructuredOutputs, Verdict] = OrderedDict()
 
-    def check(self, given: dict[str, Any]) -> None:
-        """Waits for the verdict, at most `MAX_WAIT_S` after the process has started.
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Waits for the verdict, about as long as it takes to compile, or to find that it takes too long.
 
         Raises:
             RequestError: the grammar is wrong or takes too long to compile; `param` names the key of
@@ -88,7 +98,7 @@ class GrammarTrial:
             process = self._start()
         if not self._send(process, msgspec.msgpack.encode(asked)):
             return self._lost(asked)
-        answer = _receive(process, MAX_WAIT_S)
+        answer = _receive(process, 2 * MAX_COMPILE_S)
         if answer is None:
             return self._lost(asked)
         verdict = msgspec.msgpack.decode(answer, type=Verdict)
@@ -110,7 +120,7 @@ class GrammarTrial:
             [i for i in ids if tokenizer.is_special(i)],
             sorted(tokenizer.eos_token_ids) or [0],
         )
-        if not self._send(process, msgspec.msgpack.encode(vocabulary)) or _receive(process, MAX_START_S) is None:
+        if not self._send(process, msgspec.msgpack.encode(vocabulary)) or _receive(process, MAX_WAIT_S) is None:
             self.close()
             raise RequestError("structured_outputs is not served: llguidance cannot be used here", "structured_outputs")
         return process
@@ -131,13 +141,17 @@ def _too_slow(asked: StructuredOutputs) -> Verdict:
     return Verdict(f"{key} takes too long to compile (at most {MAX_COMPILE_S} s): make it simpler", key)
 
 
-def _receive(process: subprocess.Popen[bytes], timeout_s: float) -> bytes | None:
-    """One message; None where the process died or did not answer in time."""
+def _receive(process: subprocess.Popen[bytes], most_s: float) -> bytes | None:
+    """One message; None where the process died, or took more than so much processor time for it."""
     assert process.stdout is not None
-    with DefaultSelector() as selector:
+    with DefaultSelector() as selector, contextlib.suppress(psutil.Error):
         selector.register(process.stdout, EVENT_READ)
-        if not selector.select(timeout_s):
-            return None
+        clock = psutil.Process(process.pid)
+        most_s += sum(clock.cpu_times()[:2])
+        deadline = time.monotonic() + MAX_WAIT_S
+        while not selector.select(POLL_S):
+            if sum(clock.cpu_times()[:2]) > most_s or time.monotonic() > deadline:
+                return None
     head = process.stdout.read(_LENGTH_BYTES)  # what is answered is short, and written at once
     return process.stdout.read(int.from_bytes(head, "big")) if len(head) == _LENGTH_BYTES else None
 

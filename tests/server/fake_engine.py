@@ -184,6 +184,7 @@ class ByteTokenizer:
 
     vocab_size = VOCAB_SIZE
     max_token_bytes = 1
+    eos_token_ids = frozenset({0})
 
     def __init__(self, *, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template
@@ -212,3 +213,6 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
+
+    def is_special(self, token_id: int) -> bool:
+        return False
