@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import jsonschema
+from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA = {
     "type": "object",
@@ -27,19 +27,36 @@ TOOL = {
     "required": ["a"],
     "additionalProperties": False,
 }
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Fits(Strict):
+    """SCHEMA, as pydantic says it."""
+
+    server: Annotated[str, Field(max_length=5)]
+    age: Annotated[int, Field(ge=0, le=99)]
+    kind: Literal["draft", "target"]
+    list: Annotated[list[bool], Field(max_length=2)]
+
+
+class Call(Strict):
+    a: Annotated[int, Field(ge=0, le=99)]
+
+
 CALL = re.compile(r"<call=add>(\{.*\})</call>", re.S)
 
 
 def fits_schema(text: str) -> bool:
-    jsonschema.validate(json.loads(text), SCHEMA)
-    return True
+    return Fits.model_validate_json(text) is not None
 
 
 def is_call(text: str) -> bool:
     found = CALL.fullmatch(text)
     assert found, text
-    jsonschema.validate(json.loads(found[1]), TOOL)
-    return True
+    return Call.model_validate_json(found[1]) is not None
 
 
 def is_object(text: str) -> bool:

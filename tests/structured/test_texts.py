@@ -78,7 +78,7 @@ def test_preemption_chunks_and_aborts_leave_no_trace(
 ) -> None:
     memory = {"kv_cache_memory_bytes": 96 << 10, "max_model_len": 180}
     if method == "eagle3_tree":  # a head's rows lie beside
-        memory["kv_cache_memory_bytes"] = 128 << 10
+        memory["kv_cache_memory_bytes"] = 500 << 10
     engine = make_engine(tiny_model, METHODS[method](draft_models), max_num_batched_tokens=24, **memory)
     rng, results = random.Random(3), {}
     for place, (prompt, params) in enumerate(work()):
