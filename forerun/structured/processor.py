@@ -108,12 +108,7 @@ class StructuredProcessor(LogitsProcessor):
         return request.request_id in self._guides
 
     def cut(self, request: Request, draft: RequestDraft) -> RequestDraft:
-        allowed = sorted(node for node in self._guides[request.request_id].walk(draft) if node >= 0)
-        if len(allowed) == len(draft):
-            return draft
-        if draft.probs is not None:
-            return draft.cut(len(allowed) + 1)
-        return draft.keep(allowed)
+        return cut_draft(draft, sorted(node for node in self._guides[request.request_id].walk(draft) if node >= 0))
 
     def forced(self, request: Request, most: int) -> list[int]:
         guide = self._guides.get(request.request_id)
@@ -150,6 +145,17 @@ class StructuredProcessor(LogitsProcessor):
         tail = request.token_ids[: request.num_prompt_tokens][-PROMPT_TAIL:]
         inside = self._reasoning.begins_inside(self._tokenizer.decode(tail, skip_special_tokens=False))
         return self._end_tag if inside else None
+
+
+def cut_draft(draft: RequestDraft, allowed: Sequence[int]) -> RequestDraft:
+    """A draft without the nodes that are not allowed; with `probs` the first of these stays, see `Constraint.cut`.
+
+    Args:
+        allowed: nodes, in order, each with its parent.
+    """
+    if draft.probs is not None:
+        return draft.cut(len(allowed) + 1)
+    return draft if len(allowed) == len(draft) else draft.keep(allowed)
 
 
 def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
