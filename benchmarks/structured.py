@@ -1,6 +1,6 @@
 """What a JSON schema costs, and what drafting brings under one: extraction from short texts, greedy.
 
-    python benchmarks/structured.py [--model smollm2-135m] [--rounds 3] [--max-tokens 120] [--whitespace]
+    python benchmarks/structured.py [--model smollm2-135m] [--rounds 3] [--max-tokens 100] [--whitespace]
 
 Serves the same texts one at a time with each method, in turns, and prints medians of tokens per second after the first
 token, with the steps that were needed. `free` is without a schema; its texts differ. Texts under the schema are
@@ -49,7 +49,6 @@ SCHEMA = {
 TEXTS = (
     "Maria Lopez wrote about order KX-4821: three lamps, to 14 Harbour Street in Bristol, overnight, gift wrapped.",
     "Order PT-0097 of Jonas Weber goes to Lindenallee 5, Leipzig. Twelve items, no hurry, no wrapping.",
-    "Please send AB-3310, two books for Aiko Tanaka, to 88 Cedar Road, Portland, by express. It is a gift.",
 )
 
 
@@ -77,7 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=120)
+    parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--whitespace", action="store_true", help="let the JSON have whitespace between its parts")
     options = parser.parse_args()
     llms = {name: LLM(options.model, speculative_config=spec, max_model_len=1024) for name, spec in METHODS.items()}
@@ -87,11 +86,14 @@ def main() -> int:
     started = time.monotonic()
     for round_ in range(options.rounds + 1):  # the first one warms up
         for name, (llm, constrained) in runs.items():
-            speed, step, steps, text = one_round(llm, work(constrained, options.whitespace, options.max_tokens))
+            num_tokens = options.max_tokens if round_ else 4
+            speed, step, steps, text = one_round(llm, work(constrained, options.whitespace, num_tokens))
             texts[name] = text
             if round_:
                 found[name].append((speed, step, steps))
-    print(f"{options.model}, {len(TEXTS)} texts, median of {options.rounds} rounds, {time.monotonic() - started:.0f} s")
+    print(
+        f"{options.model}, {len(TEXTS)} texts, medians of {options.rounds} rounds, {time.monotonic() - started:.0f} s"
+    )
     report: dict[str, Any] = {"model": options.model, "whitespace": options.whitespace}
     for name, figures in found.items():
         speeds = [speed for speed, _, _ in figures]

@@ -139,6 +139,10 @@ def _text(kind: str, value: Any, close_objects: bool) -> str:
     document = _read(kind, value) if isinstance(value, str) else value
     if not isinstance(document, Mapping) and not (kind == "json" and isinstance(document, bool)):
         raise _refusal(f"{kind} must be a JSON object, or the text of one, got {value!r:.80}", kind)
+    if isinstance(document, bool):
+        if not document:
+            raise _refusal("json=false is a schema that nothing fits", kind)
+        document = {}
     _check_depth(kind, document)
     return _dump(kind, _closed(document) if close_objects and kind == "json" else document)
 

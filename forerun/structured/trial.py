@@ -175,7 +175,9 @@ def _main() -> None:
 
     kinds = tuple[list[bytes], list[int], list[int]]
     tokens, special_ids, eos_ids = msgspec.msgpack.decode(read(), type=kinds)
-    compiler = Compiler(Vocabulary(tokens, special_ids, eos_ids, lambda text: []))
+    # How a text is cut into tokens does not matter here
+    vocabulary = Vocabulary(tokens, special_ids, eos_ids, lambda text: compiler.tokenizer.greedy_tokenize(text))
+    compiler = Compiler(vocabulary)
     write(b"ready")
     while content := read():
         started = time.process_time()

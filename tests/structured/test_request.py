@@ -46,6 +46,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": {}, "regex": "a"}, "", "got json, regex"),
         ({"jsn": {}}, "", "unknown key 'jsn'"),
         ({"json": 3}, ".json", "must be a JSON object"),
+        ({"json": False}, "", "give one of json"),
+        ({"json": "false"}, ".json", "nothing fits"),
         ({"json": "{"}, ".json", "not valid JSON"),
         ({"json": {"a": float("nan")}}, ".json", "cannot be written"),
         ({"json": nested(MAX_DEPTH + 1)}, ".json", "nested more than"),
