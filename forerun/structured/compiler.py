@@ -11,13 +11,13 @@ from forerun.errors import RequestError
 from forerun.structured.grammar import grammar_text
 from forerun.structured.request import FIELD, StructuredOutputs
 
-MAX_KEPT = 128  # compiled grammars
+MAX_KEPT = 32  # compiled grammars, each of up to some 40 MB
 # Bounds of what one grammar may cost, in llguidance's units. Its own defaults let a step of an ambiguous grammar take
 # 0.3 s and the automaton of an expression some 400 MB.
 LIMITS = LLParserLimits(
     step_lexer_fuel=100_000,
     step_max_items=10_000,
-    max_lexer_states=50_000,
+    max_lexer_states=20_000,
     max_grammar_size=200_000,
     verbose_errors=False,
 )
@@ -79,6 +79,12 @@ class Compiler:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(asked)
         return matcher.deep_copy()
+
+    def fresh(self, asked: StructuredOutputs) -> LLMatcher:
+        """One that shares nothing with those made before: copies share the states of their automaton, and their bound.
+        Those to come will not be copies of the old one either."""
+        self._kept.pop(asked, None)
+        return self._compile(asked)
 
     def _compile(self, asked: StructuredOutputs) -> LLMatcher:
         try:

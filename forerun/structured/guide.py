@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLMatcher
@@ -13,7 +14,9 @@ from forerun.spec.proposer import RequestDraft
 from forerun.structured.reasoning import EndTag
 
 WORD = 32  # ids a word of a mask
+MAX_RENEWALS = 8  # each compiles the grammar again
 Mask = NDArray[np.int32]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -23,8 +26,12 @@ class Guide:
     `push` and `pop` walk along tokens on trial, `commit` takes those that stand. A state is the number of bytes of the
     reasoning's end tag that were seen, or one of the two below.
 
+    Copies of a matcher share the states of their automaton, so that other texts may have used up what one may have:
+    a matcher that cannot go on is replaced by a fresh one, and only what that one cannot do either is an error.
+
     Attributes:
         matcher: at the beginning of the grammar.
+        fresh: makes one that shares nothing.
         end_tag: what ends the reasoning that the text begins with; None: the grammar begins at once.
         eos_ids: the tokens that end a text: allowed where the grammar may stop.
         ignore_eos: allow them only where it must.
@@ -33,21 +40,21 @@ class Guide:
     """
 
     matcher: LLMatcher
+    fresh: Callable[[], LLMatcher]
     end_tag: EndTag | None
     eos_ids: Sequence[int]
     ignore_eos: bool = False
     error: str = ""
     trial_error: str = ""
     _state: int = 0
-    _trail: list[tuple[int, bool]] = field(default_factory=list)  # (state before, whether the matcher took the token)
-    _taken: list[int] = field(default_factory=list)  # what the matcher took of what stands
-    _origin: LLMatcher | None = None
+    _trail: list[tuple[int, int | None]] = field(default_factory=list)  # state before, token if the matcher has it
+    _taken: list[int] = field(default_factory=list)  # what the matcher has of what stands
+    _num_renewals: int = 0
 
     GRAMMAR = -1
     ENDED = -2
 
     def __post_init__(self) -> None:
-        self._origin = self.matcher.deep_copy()
         if self.end_tag is None:
             self._state = self.GRAMMAR
 
@@ -62,7 +69,8 @@ class Guide:
 
     def push(self, token_id: int) -> bool:
         """Go along a token. False, and nothing changes, where it is not allowed."""
-        before, taken = self._state, False
+        before = self._state
+        taken: int | None = None
         if before == self.ENDED:
             return False
         if token_id in self.eos_ids:
@@ -70,9 +78,9 @@ class Guide:
                 return False
             self._state = self.ENDED
         elif before == self.GRAMMAR:
-            taken = not self.matcher.is_error() and self.matcher.try_consume_tokens([token_id]) == 1
-            if not taken:
+            if self._ask(lambda matcher: matcher.try_consume_tokens([token_id])) != 1:
                 return False
+            taken = token_id
         else:
             assert self.end_tag is not None
             if token_id in self.end_tag.joined(before):
@@ -85,7 +93,7 @@ class Guide:
     def pop(self) -> None:
         """Take the last `push` that succeeded back."""
         self._state, taken = self._trail.pop()
-        if taken:
+        if taken is not None:
             self.matcher.rollback(1)
 
     def commit(self, token_ids: Sequence[int]) -> None:
@@ -96,7 +104,7 @@ class Guide:
                 if not self.error and self._state != self.ENDED:
                     self.error = f"the grammar does not allow token {token_id}, which was drawn"
                 break
-            self._taken += [token_id] if self._trail[-1][1] else []
+        self._taken += [token for _, token in self._trail if token is not None]
         self._trail.clear()
 
     def fill(self, mask: Mask) -> None:
@@ -113,10 +121,10 @@ class Guide:
     def forced(self, most: int) -> list[int]:
         """Tokens that the grammar leaves no choice about, from here on, at most so many. Their text is forced; the
         tokens are those that the tokenizer writes it with. The end is one of them."""
-        if not self.constrained or self.matcher.is_error():
+        if not self.constrained:
             return []
         tokens: list[int] = []
-        for token_id in self.matcher.compute_ff_tokens()[:most]:
+        for token_id in self._ask(LLMatcher.compute_ff_tokens)[:most]:
             if not self.push(token_id):
                 break
             tokens.append(token_id)
@@ -148,36 +156,49 @@ class Guide:
             self._go_back()
 
     def _may_end(self) -> bool:
-        if not self.matcher.is_accepting():
+        if not self._ask(LLMatcher.is_accepting):
             return False
-        if not self.ignore_eos or self.matcher.is_stopped():
-            return True
-        return not _without(np.frombuffer(self.matcher.compute_bitmask(), np.int32).copy(), self.eos_ids).any()
+        return not self.ignore_eos or not _without(self._allowed(), self.eos_ids).any()
 
     def _fill_from_grammar(self, mask: Mask) -> None:
         mask[:] = 0
-        if not self.matcher.is_error():
-            allowed = np.frombuffer(self.matcher.compute_bitmask(), np.int32)[: len(mask)]
-            mask[: len(allowed)] = allowed
+        allowed = self._allowed()[: len(mask)]
         if self.matcher.is_error():
-            mask[:] = 0
             reason = " ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())
             if self._trail:
                 self.trial_error = reason
             else:
                 self.error = self.error or reason
-        elif self.ignore_eos and (others := _without(mask, self.eos_ids)).any():
+            return
+        mask[: len(allowed)] = allowed
+        if self.ignore_eos and (others := _without(mask, self.eos_ids)).any():
             mask[:] = others
 
+    def _allowed(self) -> Mask:
+        return np.frombuffer(self._ask(LLMatcher.compute_bitmask), np.int32)
+
+    def _ask(self, question: Callable[[LLMatcher], T]) -> T:
+        """The answer of the matcher, or of a fresh one where it cannot go on. It is in its error state afterwards where
+        that one cannot either."""
+        answer = question(self.matcher)
+        if self.matcher.is_error() and self._renew():
+            answer = question(self.matcher)
+        return answer
+
+    def _renew(self) -> bool:
+        if self._num_renewals == MAX_RENEWALS:
+            return False
+        self._num_renewals += 1
+        self.matcher = self.fresh()
+        self.matcher.try_consume_tokens(self._taken + [token for _, token in self._trail if token is not None])
+        return True
+
     def _go_back(self) -> None:
-        """Take back all that is on trial. If it led where the grammar costs too much, which a matcher does not come
-        back from, another one takes its place."""
+        """Take back all that is on trial, also where it has led to what cannot be gone back from."""
         while self._trail:
             self.pop()
-        if self.matcher.is_error() and not self.error:
-            assert self._origin is not None
-            self.matcher = self._origin.deep_copy()
-            self.matcher.try_consume_tokens(self._taken)
+        if self.matcher.is_error():
+            self._renew()
 
 
 def _clear(mask: Mask, token_ids: Collection[int]) -> None:

@@ -57,9 +57,13 @@ class StructuredProcessor(LogitsProcessor):
         asked = StructuredOutputs.parse(request.params.structured_outputs)
         if not self._eos_ids:
             raise RequestError(f"{FIELD} needs a model with an end token, and this one names none", FIELD)
-        matcher = self._compiler.matcher(asked)
+        compiler = self._compiler
         self._guides[request.request_id] = Guide(
-            matcher, self._end_tag_for(request), self._eos_ids, request.params.ignore_eos
+            compiler.matcher(asked),
+            functools.partial(compiler.fresh, asked),
+            self._end_tag_for(request),
+            self._eos_ids,
+            request.params.ignore_eos,
         )
         return True
 

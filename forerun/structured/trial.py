@@ -156,14 +156,20 @@ def _receive(process: subprocess.Popen[bytes], most_s: float) -> bytes | None:
     return process.stdout.read(int.from_bytes(head, "big")) if len(head) == _LENGTH_BYTES else None
 
 
+def _limit(name: str, value: int) -> None:
+    """Bound this process, where the system can."""
+    with contextlib.suppress(ImportError, AttributeError, ValueError, OSError):
+        import resource
+
+        kind = getattr(resource, name)
+        resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
+
+
 def _main() -> None:
     """The process: a vocabulary comes in, then one grammar after the other."""
     from forerun.structured.compiler import Compiler, Vocabulary
 
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    _limit("RLIMIT_AS", MAX_BYTES)
     pipe_in, pipe_out = sys.stdin.buffer, sys.stdout.buffer
 
     def read() -> bytes:
@@ -181,6 +187,7 @@ def _main() -> None:
     write(b"ready")
     while content := read():
         started = time.process_time()
+        _limit("RLIMIT_CPU", int(started) + 10)  # should nobody be left to end it
         verdict = Verdict("")
         try:
             compiler.matcher(msgspec.msgpack.decode(content, type=StructuredOutputs))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
 from forerun.models.tokenizer import _byte_level_bytes
 from forerun.spec.proposer import RequestDraft
+from forerun.structured import compiler as compiler_module
 from forerun.structured.compiler import Compiler, Vocabulary
-from forerun.structured.guide import Guide
+from forerun.structured.guide import MAX_RENEWALS, Guide
+from forerun.structured.processor import apply_masks
 from forerun.structured.reasoning import EndTag
 from forerun.structured.request import StructuredOutputs
 from tests.structured.forms import FORMS
@@ -38,8 +42,8 @@ def compiler() -> Compiler:
 
 
 def guide(form: str, *, reasoning: bool = False, ignore_eos: bool = False) -> Guide:
-    matcher = compiler().matcher(StructuredOutputs.parse(FORMS[form][0]))
-    return Guide(matcher, EndTag(TAG, tokens()) if reasoning else None, [IM_END], ignore_eos)
+    asked, end_tag = StructuredOutputs.parse(FORMS[form][0]), EndTag(TAG, tokens()) if reasoning else None
+    return Guide(compiler().matcher(asked), partial(compiler().fresh, asked), end_tag, [IM_END], ignore_eos)
 
 
 def mask_of(guide: Guide) -> list[int]:
@@ -144,17 +148,72 @@ def test_a_token_that_ends_reasoning_and_begins_an_answer_is_not_drawn() -> None
     assert tag.joined(0) == []
 
 
-def test_a_step_that_costs_too_much_ends_the_text_and_not_the_draft() -> None:
-    """An error on a token on trial is forgotten with it."""
+def poison(guide: Guide) -> None:
+    """An error that a matcher stays in."""
+    guide.matcher.consume_token(IM_END)
+    assert guide.matcher.is_error()
+
+
+def test_a_matcher_that_cannot_go_on_is_replaced() -> None:
+    """What other texts used up of what they share is no error of this one, on trial or not."""
     followed = guide("json")
-    assert len(list(followed.walk(RequestDraft(followed.forced(4))))) > 1
-    before = mask_of(followed)
-    walk = followed.walk(RequestDraft(followed.forced(4)))
+    followed.commit(followed.forced(2))
+    before, forced = mask_of(followed), followed.forced(4)
+    poison(followed)
+    assert mask_of(followed) == before
+    poison(followed)
+    assert followed.forced(4) == forced
+    poison(followed)
+    assert followed.push(forced[0])
+    behind = mask_of(followed)
+    poison(followed)
+    assert mask_of(followed) == behind
+    followed.pop()
+    assert mask_of(followed) == before
+    assert not followed.error
+
+
+def test_an_error_on_trial_is_forgotten_and_one_of_the_text_stays() -> None:
+    followed = guide("json")
+    before, forced = mask_of(followed), followed.forced(4)
+    followed._num_renewals = MAX_RENEWALS - 1
+    walk = followed.walk(RequestDraft(forced))
     next(walk), next(walk)
-    followed.matcher.consume_token(IM_END)  # not allowed here: an error that a matcher stays in
-    assert followed.matcher.is_error()
+    poison(followed)
+    followed._num_renewals = MAX_RENEWALS
     assert mask_of(followed) == []
     assert followed.trial_error
+    followed._num_renewals = MAX_RENEWALS - 1
     walk.close()
     assert mask_of(followed) == before
     assert not followed.error
+    poison(followed)
+    assert mask_of(followed) == []
+    assert followed.error
+
+
+def test_copies_share_states_and_fresh_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one grammar go on after its automaton is full: the limit holds for each text."""
+    monkeypatch.setattr(compiler_module, "LIMITS", LLParserLimits(max_lexer_states=2000, verbose_errors=False))
+    asked = StructuredOutputs.parse({"regex": "(.*a.{9}){9}"})
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        followed = Guide(compiler().matcher(asked), partial(compiler().fresh, asked), None, [IM_END])
+        for _ in range(12):
+            followed.commit([int(rng.choice([i for i in allowed(followed) if i != IM_END]))])
+        assert not followed.error
+
+
+def test_masks_are_applied_to_the_rows_they_are_for() -> None:
+    rng = torch.Generator().manual_seed(0)
+    for vocab_size in (31, 32, 33, 320, 328):
+        logits = torch.randn(5, vocab_size, generator=rng)
+        rows, words = torch.tensor([3, 0]), -(-vocab_size // 32)
+        masks = torch.randint(-(2**31), 2**31 - 1, (2, words), generator=rng, dtype=torch.int64).to(torch.int32)
+        expected = logits.clone()
+        for row, mask in zip(rows.tolist(), masks.tolist(), strict=True):
+            for i in range(vocab_size):
+                if not mask[i // 32] >> i % 32 & 1:
+                    expected[row, i] = float("-inf")
+        apply_masks(logits, rows, masks)
+        assert torch.equal(logits, expected)
