@@ -89,6 +89,7 @@ def main() -> int:
             num_tokens = options.max_tokens if round_ else 4
             speed, step, steps, text = one_round(llm, work(constrained, options.whitespace, num_tokens))
             texts[name] = text
+            print(f"round {round_} {name}: {speed:.1f} tokens/s, {time.monotonic() - started:.1f} s", file=sys.stderr)
             if round_:
                 found[name].append((speed, step, steps))
     print(
