@@ -22,6 +22,7 @@ from forerun.spec.config import SpeculativeConfig
 from forerun.spec.per_request import RequestSpeculation, request_speculation
 from forerun.spec.roles import assign_roles
 from forerun.spec.verifier import TokenLogprobs
+from forerun.structured.trial import GrammarTrial
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ class LLM:
         config = EngineConfig(model=roles.target, speculative_config=spec, **settings)
         self.engine = Engine.from_config(config)
         self.tokenizer: Tokenizer = self.engine.outputs.tokenizer
+        self._grammars = GrammarTrial(self.tokenizer)
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -234,6 +236,9 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling_params", "sampling_params")
+        for p in each:
+            if p.structured_outputs is not None:
+                self._grammars.check(p.structured_outputs)
         results: list[RequestOutput] = []
         under_way: dict[str, tuple[RequestOutput, CompletionOutput]] = {}
         try:

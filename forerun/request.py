@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from forerun.errors import RequestError
+from forerun.structured.request import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128  # answers to one prompt; OpenAI's limit
@@ -160,6 +161,8 @@ class SamplingParams:
             `method`, one or several of those loaded, or "none", and a stricter `rejection_sample_method`
             (docs/speculative-config.md). The front that takes the
             request checks it against the engine and turns it into fields of `NewRequest`.
+        structured_outputs: the form that the text must have, one of `json` (a schema), `json_object`, `regex`,
+            `choice`, `grammar` and `structural_tag` (docs/structured-output.md). It is kept in its plainest form.
 
     Raises:
         RequestError: a value out of range; `param` names the field.
@@ -194,6 +197,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     extra_args: Mapping[str, Any] | None = field(default=None, hash=False)
     speculative_config: Mapping[str, Any] | None = field(default=None, hash=False)
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         self._take()
@@ -275,6 +279,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
                 raise RequestError(f"{name} must be an object, got {value!r:.80}", name)
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputs.parse(self.structured_outputs).as_dict())
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

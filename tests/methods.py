@@ -161,6 +161,8 @@ METHODS: dict[str, Callable[[DraftModels], dict[str, Any]]] = {
     "eagle": _head("eagle", method="eagle"),
     "eagle_tree": _head("eagle", method="eagle", spec_tree=TREE),
     "peagle": _head("peagle", parallel_drafting=True),
+    "grammar": lambda drafts: {"method": "grammar"},
+    "grammar_then_ngram": lambda drafts: {"method": ["grammar", NGRAM]},
     "suffix_then_eagle3": lambda drafts: {"method": [SUFFIX, METHODS["eagle3"](drafts)]},
 }
 

@@ -23,7 +23,7 @@ NEGATABLE = ("--enable-prefix-caching", "--enable-prompt-tokens-details")  # on 
 # vLLM's, by which a command line that served there is told what is missing here.
 _NAMES = """
     --additional-config --aggregate-engine-logging --all2all-backend --allow-deprecated-quantization
-    --allowed-local-media-path --allowed-media-domains 
+    --allowed-local-media-path --allowed-media-domains
     --api-server-count --async-scheduling --attention-backend --attention-config --calculate-kv-scales
     --chat-template-content-format --code-revision --collect-detailed-traces --compilation-config --config-format
     --convert --cp-kv-cache-interleave-size --cpu-offload-gb --cudagraph-capture-sizes --custom-histogram-buckets
@@ -40,7 +40,7 @@ _NAMES = """
     --enable-lora-bias --enable-mfu-metrics --enable-mm-embeds --enable-offline-docs --enable-prompt-embeds
     --enable-request-id-headers --enable-return-routed-experts --enable-scale-out --enable-server-load-tracking
     --enable-sleep-mode --enable-ssl-refresh --enable-tokenizer-info-endpoint --enable-tower-connector-lora
-    --enforce-eager --eplb-config --expert-placement-strategy --fully-sharded-loras 
+    --enforce-eager --eplb-config --expert-placement-strategy --fully-sharded-loras
     --guided-decoding-backend --h11-max-header-count --h11-max-incomplete-event-size --headless --hf-config-path
     --hf-overrides --hf-token --ignore-patterns --interleave-mm-strings --io-processor-plugin --kernel-config
     --kv-cache-metrics --kv-cache-metrics-sample --kv-events-config --kv-offloading-backend --kv-offloading-size
@@ -61,7 +61,7 @@ _NAMES = """
     --show-hidden-metrics-for-version --skip-mm-profiling --skip-tokenizer-init --specialize-active-lora
     --stream-output
     --structured-outputs-config --swap-space --task --tensor-parallel-size --tokenizer-mode --tokenizer-revision
-    --tokens-only --tool-parser-plugin --tool-server --trust-remote-code --trust-request-chat-template 
+    --tokens-only --tool-parser-plugin --tool-server --trust-remote-code --trust-request-chat-template
     --ubatch-size --use-tqdm-on-load --video-pruning-rate --weight-transfer-config --worker-cls --worker-extension-cls
     -O -asc -cc -dcp -dp -dpa -dpb -dpl -dpn -dpr -ep -n -pcp -pp -q -r -tp
 """

@@ -58,6 +58,9 @@ def generate(
     stop_token_id: Annotated[list[int] | None, typer.Option(help="End at this token; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
     logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities of the n likeliest.")] = None,
+    structured_outputs: Annotated[
+        str | None, typer.Option(metavar="JSON", help='The form of the text, {"json": SCHEMA} say.')
+    ] = None,
     speculative_config: SpeculativeConfigOption = None,
     spec_method: SpecMethodOption = None,
     spec_model: SpecModelOption = None,
@@ -72,6 +75,9 @@ def generate(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32; on a GPU also bfloat16 and float16.")] = "auto",
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="Tags around reasoning: qwen3, deepseek_r1, or tags:START,END.")
+    ] = None,
     num_threads: Annotated[int | None, typer.Option(help="Threads; if not given, PyTorch's choice.")] = None,
 ) -> None:
     """Complete a prompt, here and now.
@@ -110,6 +116,7 @@ def generate(
         stop_token_ids=tuple(stop_token_id or ()),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        structured_outputs=_read_form(structured_outputs),
     )
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs is printed with --json only: add --json", "logprobs")
@@ -129,6 +136,7 @@ def generate(
         max_model_len=max_model_len,
         kv_cache_memory_bytes=cache_bytes,
         num_threads=num_threads,
+        reasoning_parser=reasoning_parser,
     )
     params = replace(params, **{k: v for k, v in llm.info.sampling_defaults.items() if k not in given})
     ids = _prompt_ids(llm, text, chat, system)
@@ -183,6 +191,13 @@ def closing_line(outputs: list[RequestOutput], params: SamplingParams) -> str:
 def decode_rate(num_tokens: int, metrics: RequestMetrics) -> float | None:
     """Tokens per second after the first token, so without the prompt; None where there was nothing to time."""
     return (num_tokens - 1) / metrics.generation_time_s if num_tokens > 1 and metrics.generation_time_s > 0 else None
+
+
+def _read_form(text: str | None) -> Any:
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"--structured-outputs is not valid JSON: {error}", "structured_outputs") from None
 
 
 def _prompt_ids(llm: LLM, text: str, chat: bool, system: str | None) -> list[int]:

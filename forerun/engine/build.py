@@ -47,6 +47,7 @@ from forerun.spec.proposer import TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
 from forerun.spec.rules import LOSSLESS
+from forerun.structured.processor import StructuredProcessor
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,9 @@ def build_engine(config: EngineConfig) -> Engine:
     plan = check_room(config, this_machine(device))
     target = _load_target(config, path, model_config, device)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, target.model.kv_dtype)
-    proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype))
+    reasoning = None if config.reasoning_parser is None else reasoning_format(config.reasoning_parser)
+    structured = StructuredProcessor(target.tokenizer, set(target.eos_token_ids), reasoning)
+    proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype), structured)
 
     caches = _size_caches(config, target, kv_dtype, proposer, plan)
     memory = new_memory(caches.pool.num_bytes, device)
@@ -130,7 +133,7 @@ def build_engine(config: EngineConfig) -> Engine:
         proposer=proposer,
         verifier=make_verifier(config.speculative_config),
         control=make_control(config.speculative_config),
-        processors=_processors(config, target, custom),
+        processors=[*_processors(config, target, custom), structured],
         tokenizer=target.tokenizer,
         eos_token_ids=target.eos_token_ids,
         info=_info(config, target, caches, defaults, notes),

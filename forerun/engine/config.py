@@ -59,7 +59,8 @@ class EngineConfig:
         enable_prefix_caching: keep full blocks of finished requests for prompts that begin alike.
         num_threads: threads of the CPU's kernels; None: PyTorch's own choice.
         reasoning_parser: the tags that the model puts around its reasoning: a name of `parsers/formats.py`, or a pair
-            as `tags:START,END`; None: not known.
+            as `tags:START,END`: what a request asks of the form of its text holds from the reasoning's end on. None:
+            texts have no reasoning.
         logits_processors: the user's own classes, or their names as `module:Class` (sampling/processors/custom.py).
         generation_config: where sampling values come from that a request leaves out: "auto": the model's
             generation_config.json, "vllm": nowhere, or a directory that holds such a file.
@@ -104,6 +105,8 @@ class EngineConfig:
         for name, known in (("device", DEVICES), ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not served: use {', '.join(known)}")
+        if self.reasoning_parser is not None:
+            reasoning_format(self.reasoning_parser)
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")

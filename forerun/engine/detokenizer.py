@@ -55,7 +55,9 @@ class Detokenizer:
         *,
         strip_leading: bool = True,
     ) -> None:
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        # A text in a grammar ends where the grammar does: an end token is drawn there, and with ignore_eos only there
+        goes_on = params.ignore_eos and params.structured_outputs is None
+        self._eos = frozenset() if goes_on else frozenset(eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
         self._keeps_stop = params.include_stop_str_in_output
         skips = params.skip_special_tokens

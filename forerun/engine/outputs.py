@@ -78,13 +78,17 @@ class OutputProcessor:
             request.num_cached_tokens,
         )
         if verdict.finish_reason is FinishReason.ERROR:
-            output.bad_request = verdict.error is not None
-            output.error = verdict.error or (
-                "the model gave numbers that are not finite: its weights or the prompt overflow"
-            )
+            output.error, output.error_param, output.bad_request = _blame(verdict)
         if verdict.finish_reason is not None:
             output.metrics = _metrics(request)
         return output
+
+
+def _blame(verdict: RequestVerdict) -> tuple[str, str | None, bool]:
+    """The error of an output, the field at fault, and whether the request is."""
+    if verdict.fault is not None:
+        return str(verdict.fault), verdict.fault.param, True
+    return "the model gave numbers that are not finite: its weights or the prompt overflow", None, False
 
 
 def _metrics(request: Request) -> RequestMetrics:

@@ -21,6 +21,7 @@ from forerun.server.response_store import ResponseStore
 from forerun.server.settings import ServerSettings
 from forerun.server.state import ServerState
 from forerun.server.stats_log import StatsLog
+from forerun.structured.trial import GrammarTrial
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
@@ -39,6 +40,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         tokenizer,
         settings,
         JobMaker(client.config.seed),
+        GrammarTrial(tokenizer),
         Parsing(settings, tokenizer),
         ResponseStore(settings.max_stored_response_bytes),
         metrics,
@@ -66,6 +68,15 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: ServerState = app.state.server
+    try:
+        async with _stats_log(state):
+            yield
+    finally:
+        state.grammars.close()
+
+
+@asynccontextmanager
+async def _stats_log(state: ServerState) -> AsyncIterator[None]:
     if state.metrics is None:
         yield
         return

@@ -22,17 +22,6 @@ _SAMPLING: dict[str, Neutral] = {
     "priority": (0,),
 }
 
-_GRAMMAR: dict[str, Neutral] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-}
-
 _ANSWER: dict[str, Neutral] = {
     "return_prompt_text": (False,),
     "return_weight_versions": (False,),
@@ -62,8 +51,8 @@ _CHAT_ONLY: dict[str, Neutral] = {
     "mm_processor_kwargs": ({},),
 }
 
-COMPLETION_NOT_SERVED = {**_SAMPLING, **_GRAMMAR, **_ANSWER, **_COMPLETION_ONLY}
-CHAT_NOT_SERVED = {**_SAMPLING, **_GRAMMAR, **_ANSWER, **_CHAT_ONLY}
+COMPLETION_NOT_SERVED = {**_SAMPLING, **_ANSWER, **_COMPLETION_ONLY}
+CHAT_NOT_SERVED = {**_SAMPLING, **_ANSWER, **_CHAT_ONLY}
 MESSAGE_NOT_SERVED: dict[str, Neutral] = {
     "tool_calls": ([],),  # these four in messages of other roles than theirs
     "tool_call_id": (),

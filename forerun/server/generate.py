@@ -23,6 +23,7 @@ from forerun.server.parsing import MessageState
 from forerun.server.prompts import Tokenizer, check_prompt, completion_prompts, offload, prompt_texts
 from forerun.server.state import ServerState, state_of
 from forerun.server.streaming import ClientGoneError, EventStream, Outputs, paced, unless_gone
+from forerun.server.structured import check_form
 from forerun.spec.per_request import RequestSpeculation
 
 router = APIRouter()
@@ -32,7 +33,7 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     state = state_of(request)
     body = CompletionBody.read(await read_json(request))
-    make_job = job_maker(request, state, "cmpl", body, "prompt")
+    make_job = await job_maker(request, state, "cmpl", body, "prompt")
     limits = state.limits_for(body)
     job = make_job(await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens, limits))
     echoes = prompt_echoes(state.tokenizer, body, job) if body.echo else ()
@@ -50,7 +51,7 @@ async def chat_completions(request: Request) -> Response:
 async def chat_job(request: Request, state: ServerState, body: ChatBody, prefix: str) -> tuple[Job, list[MessageState]]:
     """The job of a conversation, and the messages that its choices become."""
     tools = tools_of(state, body)
-    make_job = job_maker(request, state, prefix, body, "messages", state.parsing.skips_special_tokens(tools))
+    make_job = await job_maker(request, state, prefix, body, "messages", state.parsing.skips_special_tokens(tools))
     job = make_job([await prompt_of(state, body, tools)])
     return job, message_states(state, job, tools)
 
@@ -67,7 +68,7 @@ def prompt_echoes(tokenizer: Tokenizer, body: CompletionBody, job: Job) -> list[
     return prompt_texts(tokenizer, given, prompts)
 
 
-def job_maker(
+async def job_maker(
     request: Request,
     state: ServerState,
     prefix: str,
@@ -83,6 +84,7 @@ def job_maker(
     model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
     params = replace(params, skip_special_tokens=params.skip_special_tokens and may_skip_special_tokens)
     name, salt = _given_id(request, body), cache_salt(request, state, body)
+    await check_form(state.grammars, body, params)
 
     def make(prompts: Sequence[list[int]]) -> Job:
         prompts = [params.cut_prompt(prompt, state.client.info.max_model_len) for prompt in prompts]

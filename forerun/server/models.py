@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from forerun.errors import RequestError
 from forerun.request import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
 from forerun.server.fields import CHAT_NOT_SERVED, COMPLETION_NOT_SERVED, Neutral, served_fields, shorten
+from forerun.server.structured import asked_form, named
 from forerun.spec.per_request import RequestSpeculation, request_speculation
 
 logger = logging.getLogger("forerun.server")
@@ -110,6 +111,15 @@ class GenerationBody(Body):
         ),
     ] = None
     max_draft_tokens: Annotated[int | None, Field(ge=0, le=1024)] = None
+    # The form of the answer: OpenAI's field, vLLM's, and vLLM's older ones.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str] | None, Field(fail_fast=True)] = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Name | None = None  # there is one
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
     request_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     return_token_ids: bool = False
@@ -141,15 +151,17 @@ class GenerationBody(Body):
             given["extra_args"] = _sendable("vllm_xargs", self.vllm_xargs)
         if "top_k" in given:
             given["top_k"] = min(self.top_k, MAX_INT)
-        return SamplingParams(
-            **{
-                **defaults,
-                **given,
-                "max_tokens": None if limit is None else min(limit, MAX_INT),
-                "logprobs": self.num_logprobs(),
-                "prompt_logprobs": self.num_prompt_logprobs(),
-            }
-        )
+        field, given["structured_outputs"] = asked_form(self) or ("", None)
+        with named(field):
+            return SamplingParams(
+                **{
+                    **defaults,
+                    **given,
+                    "max_tokens": None if limit is None else min(limit, MAX_INT),
+                    "logprobs": self.num_logprobs(),
+                    "prompt_logprobs": self.num_prompt_logprobs(),
+                }
+            )
 
     def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:

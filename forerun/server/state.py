@@ -17,6 +17,7 @@ from forerun.server.parsing import Parsing
 from forerun.server.prompts import Limits, Tokenizer
 from forerun.server.response_store import ResponseStore
 from forerun.server.settings import ServerSettings
+from forerun.structured.trial import GrammarTrial
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ServerState:
     tokenizer: Tokenizer
     settings: ServerSettings
     jobs: JobMaker
+    grammars: GrammarTrial
     parsing: Parsing
     responses: ResponseStore
     metrics: ServerMetrics | None  # None: log_stats is off

@@ -211,12 +211,6 @@ _METHODS = (
         Status.SERVED,
     ),
     Method(
-        "grammar",
-        "Tokens that a request's grammar forces are drafted for free.",
-        "none",
-        why="structured output is not there yet",
-    ),
-    Method(
         "eagle",
         "EAGLE-1/2 head on the target's last hidden state.",
         "a head",
@@ -226,6 +220,12 @@ _METHODS = (
         "eagle3",
         "EAGLE-3 head on several hidden states of the target; with parallel_drafting, P-EAGLE.",
         "a head",
+        Status.SERVED,
+    ),
+    Method(
+        "grammar",
+        "Drafts the tokens that a request's grammar forces; requests without structured_outputs have no draft.",
+        "none",
         Status.SERVED,
     ),
     Method(
@@ -347,8 +347,8 @@ def _common_keys() -> Iterable[Key]:
         "num_speculative_tokens",
         "integer",
         "K: most tokens drafted for a request in a step.",
-        default_text="suffix: the tree depth; ngram_mod: 64; eagle, eagle3: num_draft_tokens of spec_tree, else the "
-        "checkpoint's own; ngram, draft_model: required",
+        default_text="suffix: the tree depth; ngram_mod: 64; grammar: 32; eagle, eagle3: num_draft_tokens of "
+        "spec_tree, else the checkpoint's own; ngram, draft_model: required",
         minimum=1,
         maximum=MAX_TOKENS,
         choices=(Choice("auto", "as far as it pays"),),

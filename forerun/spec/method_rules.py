@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 NGRAM_MOD_TOKENS = 64  # K of `ngram_mod` where none is given: llama.cpp's --spec-ngram-mod-n-max
 FLY_WINDOW = 6  # tokens, where K leaves room for them
+GRAMMAR_TOKENS = 32  # K of `grammar`: longer than what schemas force at once, name by name
 HEADS = ("eagle", "eagle3")  # methods whose checkpoint may say K, see `spec/heads.py`
 
 
@@ -91,6 +92,10 @@ def _fill_ngram_mod(values: dict[str, Any], warnings: list[str]) -> None:
     values.setdefault("ngram_mod_n_min", min(_default("ngram_mod_n_min"), k))
 
 
+def _fill_grammar(values: dict[str, Any], warnings: list[str]) -> None:
+    values.setdefault("num_speculative_tokens", GRAMMAR_TOKENS)
+
+
 def _fill_draft_model(values: dict[str, Any], warnings: list[str]) -> None:
     _require_model("draft_model", values)
 
@@ -106,6 +111,7 @@ _FILL: dict[str, Callable[[dict[str, Any], list[str]], None]] = {
     "ngram": _fill_ngram,
     "suffix": _fill_suffix,
     "ngram_mod": _fill_ngram_mod,
+    "grammar": _fill_grammar,
     "draft_model": _fill_draft_model,
     "eagle": _fill_head,
     "eagle3": _fill_head,
@@ -182,6 +188,7 @@ def _check_tree(config: MethodConfig) -> None:
 _RULES: dict[str, Callable[[MethodConfig], None]] = {
     "ngram": lambda config: _check_not_above(config, "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": _no_rules,
+    "grammar": _no_rules,
     "ngram_mod": lambda config: _check_not_above(config, "ngram_mod_n_min", "num_speculative_tokens"),
     "draft_model": _check_draft_model,
     "eagle": _check_head,

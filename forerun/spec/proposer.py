@@ -66,8 +66,43 @@ class RequestDraft:
             min(self.num_cached, num_tokens),
         )
 
+    def keep(self, nodes: Sequence[int]) -> RequestDraft:
+        """These nodes alone, in order: each with its parent, so that what is left is a draft again."""
+        assert self.probs is None
+        places = {node: place for place, node in enumerate(nodes)}
+        same = next((place for place, node in enumerate(nodes) if place != node), len(nodes))
+        return RequestDraft(
+            [self.tokens[node] for node in nodes],
+            self.source,
+            None if self.parents is None else [places.get(self.parents[node], -1) for node in nodes],
+            None,
+            None if self.confidence is None else [self.confidence[node] for node in nodes],
+            min(self.num_cached, same),
+        )
+
 
 EMPTY_DRAFT = RequestDraft([])
+
+
+class Constraint(Protocol):
+    """Knows of some requests which tokens can never stand, before they are verified."""
+
+    def constrains(self, request: Request) -> bool:
+        """Whether it knows anything of this request."""
+        ...
+
+    def cut(self, request: Request, draft: RequestDraft) -> RequestDraft:
+        """What of a draft can stand: of a chain the longest such prefix, of a tree the nodes on such paths.
+
+        A draft with `probs` keeps the first token that cannot. Such a token has to be rejected by the verifier: what
+        follows is then drawn from the residual, and dropping it instead would leave the drawn tokens that remain to
+        another law than `probs`. All that comes after it is never looked at, so that cutting there changes nothing.
+        """
+        ...
+
+    def forced(self, request: Request, most: int) -> list[int]:
+        """Tokens that must follow, at most so many; [] where there is a choice."""
+        ...
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from forerun.errors import RequestError
 from forerun.request import FinishReason
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class RequestVerdict:
             that are not finite, and `finish_reason` is ERROR then.
         num_drafted: drafted tokens that were verified.
         finish_reason, stop_reason, text: filled where the tokens are turned into text and judged for stops.
+        fault: with ERROR, what of the request's own was to blame; None: nothing of it.
         logprobs: one entry a token where asked for; filled afterwards, from the raw logits.
-        error: with ERROR, where the request asked for what cannot be; None: the target is at fault.
     """
 
     accepted: list[int]
@@ -50,7 +51,7 @@ class RequestVerdict:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text: str = ""
-    error: str | None = None
+    fault: RequestError | None = None
     loose: list[int] = field(default_factory=list)
 
 

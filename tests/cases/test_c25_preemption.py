@@ -1,6 +1,6 @@
 """C25: requests that lose their blocks, or are only left out of some steps, say what they would have said.
 
-The case's request with a JSON schema is left out: grammars are not served yet (refused by name, see C14).
+The case's request with a JSON schema is in tests/structured/test_texts.py.
 """
 
 from __future__ import annotations

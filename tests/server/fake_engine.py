@@ -231,6 +231,7 @@ class ByteTokenizer:
     vocab_size = VOCAB_SIZE
     max_token_bytes = 1
     template_words = frozenset({"tools", "refuse", "enable_thinking"})
+    eos_token_ids = frozenset({0})
 
     def __init__(self, *, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template

@@ -156,9 +156,6 @@ NOT_SERVED = [
     ("repetition_detection", {"max_pattern_size": 4}),
     ("logits_processors", ["my.module:Class"]),
     ("watermarking", {"key": 1}),
-    ("response_format", {"type": "json_object"}),
-    ("structured_outputs", {"regex": "a+"}),
-    ("guided_json", {}),
     ("priority", 1),
 ]
 

@@ -488,7 +488,7 @@ def test_the_table_is_sound() -> None:
             "array",
         )
     assert all(name in METHODS for name in METHOD_ALIASES.values())
-    assert SERVED_METHODS == ("ngram", "suffix", "ngram_mod", "draft_model", "eagle", "eagle3")
+    assert SERVED_METHODS == ("ngram", "suffix", "ngram_mod", "draft_model", "eagle", "eagle3", "grammar")
 
 
 # Several methods

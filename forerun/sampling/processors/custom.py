@@ -105,8 +105,9 @@ class CustomProcessors(LogitsProcessor):
             for row, path in enumerate(paths(draft.of(r.request_id)), r.first_row):
                 self._process(request, request.token_ids + path, logits[row])
 
-    def failure(self, request_id: str) -> str | None:
-        return self._failures.get(request_id)
+    def fault(self, request_id: str) -> RequestError | None:
+        failure = self._failures.get(request_id)
+        return None if failure is None else RequestError(failure)
 
     def forget(self, request_id: str) -> None:
         self._asked.pop(request_id, None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.errors import RequestError
     from forerun.request import Request
     from forerun.sampling.batch import SamplingRows
     from forerun.spec.proposer import Draft, RequestDraft
@@ -51,8 +52,8 @@ class LogitsProcessor(Protocol):
         """These tokens, next in the request's output, stand. They are not in `request.token_ids` yet."""
         return None
 
-    def failure(self, request_id: str) -> str | None:
-        """What went wrong where all logits of a row are minus infinity; None: nothing but that all were forbidden."""
+    def fault(self, request_id: str) -> RequestError | None:
+        """All logits of a row are minus infinity: what of the request's own is to blame, as far as this one knows."""
         return None
 
     def forget(self, request_id: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from forerun.errors import RequestError
 from forerun.request import FinishReason
 from forerun.sampling.processors.interface import LogitsProcessor
 from forerun.sampling.processors.places import NEGATIVE_INFINITY
@@ -63,9 +64,9 @@ class LogitsProcessors:
                 continue
             row = logits[rows.first_row + 1 + (stands.accepted[-1] if stands.accepted else -1)]
             if bool((row == NEGATIVE_INFINITY).all()):
-                failures = [processor.failure(rows.request_id) for processor in self._asked[rows.request_id]]
+                faults = (processor.fault(rows.request_id) for processor in self._asked[rows.request_id])
                 position = rows.position + len(stands.accepted)
-                stands.error = next(filter(None, failures), None) or (
+                stands.fault = next(filter(None, faults), None) or RequestError(
                     f"no token may stand at output position {position}: allowed_token_ids, bad_words, min_tokens and "
                     "the like forbid all of them"
                 )
@@ -74,8 +75,10 @@ class LogitsProcessors:
         """Tell what stands of each request, after it was cut at its stop and before the scheduler's commit."""
         for s in plan.scheduled:
             if s.samples:
-                for processor in self._asked.get(s.request.request_id, ()):
-                    processor.accept(s.request, verdict.by_request[s.request.request_id].token_ids)
+                stands = verdict.by_request[s.request.request_id]
+                asked = self._asked.get(s.request.request_id, ())
+                for processor in asked:
+                    processor.accept(s.request, stands.token_ids)
 
     def forget(self, request_id: str) -> None:
         self._drop(request_id, self._asked.pop(request_id, ()))

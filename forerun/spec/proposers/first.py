@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forerun.models.paged import new_memory
-from forerun.spec.proposer import Draft, DraftInputs, Grant, Proposer
+from forerun.spec.proposer import Constraint, Draft, DraftInputs, Grant, Proposer, RequestDraft
 from forerun.spec.stats import Stopwatch
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from forerun.engine.plan import Hidden, Plan
     from forerun.memory.groups import GroupSpec
+    from forerun.request import Request
     from forerun.spec.verifier import Verdict
 
 
@@ -32,11 +33,13 @@ class Member:
 class FirstOf(Proposer):
     """Asks its members in order, each for the requests that have no draft yet. Without members: plain decoding.
 
-    A request's own choice (`Request.draft_methods`) leaves members out for it.
+    A request's own choice (`Request.draft_methods`) leaves members out for it. What a constraint rules out is cut from
+    each draft before it is judged: it costs no row, and does not count as drafted.
     """
 
-    def __init__(self, members: Sequence[Member] = ()) -> None:
+    def __init__(self, members: Sequence[Member] = (), constraint: Constraint | None = None) -> None:
         self.members = members
+        self.constraint = constraint
         self.name = ", ".join(member.proposer.name for member in members)
         self._clocks = {member.proposer.name: Stopwatch() for member in members}
         self.notes = [note for member in members for note in member.proposer.notes]
@@ -77,12 +80,16 @@ class FirstOf(Proposer):
             with self._clocks[member.proposer.name]:
                 found = member.proposer.propose(DraftInputs(own.requests, inputs.target), own)
             draft.filled |= found.filled
-            draft.by_request |= {
-                request_id: guess
-                for request_id, guess in found.by_request.items()
-                if guess.tokens and len(guess) >= member.min_tokens
-            }
+            for request in own.requests:
+                guess = self._allowed(request, found.of(request.request_id))
+                if guess.tokens and len(guess) >= member.min_tokens:
+                    draft.by_request[request.request_id] = guess
         return draft
+
+    def _allowed(self, request: Request, guess: RequestDraft) -> RequestDraft:
+        if self.constraint is None or not guess.tokens or not self.constraint.constrains(request):
+            return guess
+        return self.constraint.cut(request, guess)
 
     def observe(self, plan: Plan, verdict: Verdict, hidden: Hidden | None) -> None:
         for member in self.members:
