@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_two_minutes_of_traffic_with_faults() -> None:
-    command = [sys.executable, "-m", "tests.soak", "--minutes", "2", "--kill-every", "30"]
+    command = [sys.executable, "-m", "tests.soak", "--minutes", "2", "--kill-every", "20"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
 

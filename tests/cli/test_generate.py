@@ -91,3 +91,16 @@ def test_a_users_mistake_is_one_line(
     assert (out, code) == ("", 1)
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_the_form_of_the_text_may_be_given(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = [str(tiny_model), "-p", "the server", "--temperature", "0", "--reasoning-parser", "tags:<r>,er"]
+    out, _, code = _run([*common[:-2], "--structured-outputs", '{"choice": ["yes", "no"]}'], capsys)
+    assert (out in ("yes\n", "no\n"), code) == (True, 0)
+    out, _, code = _run([*common, "--structured-outputs", '{"choice": ["yes", "no"]}'], capsys)
+    assert (out in ("yes\n", "no\n"), code) == (True, 0), "the prompt has closed the reasoning"
+    for wrong in ("{", '{"choice": []}'):
+        _, err, code = _run([*common, "--structured-outputs", wrong], capsys)
+        assert code != 0
+        assert "structured" in err
+        assert err.count("\n") == 1

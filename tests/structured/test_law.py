@@ -46,7 +46,7 @@ def first_token(texts: dict[tuple[int, ...], float]) -> list[float]:
     return [sum(p for tokens, p in texts.items() if tokens[0] == x) for x in range(V)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_the_law_is_the_targets(data: st.DataObject) -> None:
     paths = [p for n in range(K + 1) for p in itertools.product(range(V), repeat=n)]
