@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from forerun.engine.messages import RequestOutput
-from forerun.errors import RequestError
 from forerun.parsers.pieces import CallBroken, CallStart, Content, Piece, Reasoning
 from forerun.request import FinishReason
 from forerun.server.answers import ChoicesAnswer
 from forerun.server.conversation import chat_prompt, effort_kwargs
-from forerun.server.fields import shorten
 from forerun.server.job import Choice, Job
 from forerun.server.logprobs import chat_logprobs
 from forerun.server.models import ChatBody, shown_tools
@@ -24,12 +22,7 @@ def tools_of(state: ServerState, body: ChatBody) -> ToolUse:
     Raises:
         RequestError: tools that cannot be served, or a choice that names none of them.
     """
-    shown, choice = shown_tools(body.tools), body.tool_choice
-    tools = judge_tools(state.settings, shown, choice, body.parallel_tool_calls)
-    if tools.form is not None:  # the one place where the form is wanted: it is to become the job's structured_outputs
-        promise = "strict=true in tools" if choice in (None, "auto") else f"tool_choice={shorten(choice)}"
-        raise RequestError(f"{promise} is not served yet: it needs a grammar; send tool_choice='auto'", "tool_choice")
-    return tools
+    return judge_tools(state.settings, shown_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
 
 
 async def prompt_of(state: ServerState, body: ChatBody, tools: ToolUse) -> list[int]:

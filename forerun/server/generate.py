@@ -51,7 +51,8 @@ async def chat_completions(request: Request) -> Response:
 async def chat_job(request: Request, state: ServerState, body: ChatBody, prefix: str) -> tuple[Job, list[MessageState]]:
     """The job of a conversation, and the messages that its choices become."""
     tools = tools_of(state, body)
-    make_job = await job_maker(request, state, prefix, body, "messages", state.parsing.skips_special_tokens(tools))
+    skips = state.parsing.skips_special_tokens(tools)
+    make_job = await job_maker(request, state, prefix, body, "messages", skips, tools.form)
     job = make_job([await prompt_of(state, body, tools)])
     return job, message_states(state, job, tools)
 
@@ -75,15 +76,21 @@ async def job_maker(
     body: GenerationBody,
     field: str,
     may_skip_special_tokens: bool = True,
+    tool_form: dict[str, Any] | None = None,
 ) -> Callable[[Sequence[list[int]]], Job]:
     """From prompts to the job; all that can be wrong whatever the prompts are is judged before they are tokenised.
 
     Args:
         field: that the prompts come from.
+        tool_form: what the choice of tools promises of the text's form, as `SamplingParams.structured_outputs`.
     """
     model, params, drafts = state.served_name(body.model), _checked_params(state, body), _speculation(state, body)
     params = replace(params, skip_special_tokens=params.skip_special_tokens and may_skip_special_tokens)
     name, salt = _given_id(request, body), cache_salt(request, state, body)
+    if tool_form is not None:
+        if params.structured_outputs is not None:
+            raise RequestError("a form for the answer excludes tools that must be called or are strict", "tool_choice")
+        params = replace(params, structured_outputs=tool_form)
     await check_form(state.grammars, body, params)
 
     def make(prompts: Sequence[list[int]]) -> Job:

@@ -55,11 +55,11 @@ def named(field: str) -> Iterator[None]:
 async def check_form(trial: GrammarTrial, body: GenerationBody, params: SamplingParams) -> None:
     """
     Raises:
-        RequestError: no grammar can be made of what the body asks, or none in reasonable time.
+        RequestError: no grammar can be made of what the body or its tools ask, or none in reasonable time.
     """
-    asked = asked_form(body)
-    if asked is not None and params.structured_outputs is not None:
-        with named(asked[0]):
+    if params.structured_outputs is not None:
+        field, _ = asked_form(body) or ("tools", None)
+        with named(field):
             await asyncio.to_thread(trial.check, params.structured_outputs)
 
 
