@@ -31,7 +31,7 @@ from forerun.models.tokenizer import Tokenizer, load_tokenizer
 from forerun.parsers.formats import reasoning_format
 from forerun.spec.control import make_control
 from forerun.spec.heads import complete
-from forerun.spec.proposer import TargetInfo
+from forerun.spec.proposer import Constraint, TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
 from forerun.structured.processor import StructuredProcessor
@@ -91,7 +91,7 @@ def build_engine(config: EngineConfig) -> Engine:
     eos_token_ids = {*target.tokenizer.eos_token_ids, *model_config.eos_token_ids}
     reasoning = None if config.reasoning_parser is None else reasoning_format(config.reasoning_parser)
     structured = StructuredProcessor(target.tokenizer, eos_token_ids, reasoning)
-    proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype), structured)
+    proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype, structured))
 
     caches = _size_caches(config, target, kv_dtype, proposer)
     memory = new_memory(caches.pool.num_bytes, device)
@@ -134,7 +134,7 @@ def _complete(config: EngineConfig, target: DecoderConfig) -> tuple[EngineConfig
     return dataclasses.replace(config, speculative_config=speculative_config), notes
 
 
-def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype) -> TargetInfo:
+def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype, constraint: Constraint) -> TargetInfo:
     return TargetInfo(
         name=config.model,
         model=target.model,
@@ -144,6 +144,7 @@ def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype) ->
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_dtype=kv_dtype,
         packed=target.packed,
+        constraint=constraint,
     )
 
 
