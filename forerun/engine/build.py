@@ -43,7 +43,7 @@ from forerun.sampling.processors.penalties import Penalties
 from forerun.sampling.processors.thinking import ThinkingBudget
 from forerun.spec.control import make_control
 from forerun.spec.heads import complete
-from forerun.spec.proposer import TargetInfo
+from forerun.spec.proposer import Constraint, TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
 from forerun.spec.rules import LOSSLESS
@@ -105,7 +105,7 @@ def build_engine(config: EngineConfig) -> Engine:
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, target.model.kv_dtype)
     reasoning = None if config.reasoning_parser is None else reasoning_format(config.reasoning_parser)
     structured = StructuredProcessor(target.tokenizer, set(target.eos_token_ids), reasoning)
-    proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype), structured)
+    proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype, structured))
 
     caches = _size_caches(config, target, kv_dtype, proposer, plan)
     memory = new_memory(caches.pool.num_bytes, device)
@@ -169,7 +169,7 @@ def _complete(config: EngineConfig, target: DecoderConfig) -> tuple[EngineConfig
     return dataclasses.replace(config, speculative_config=speculative_config), notes
 
 
-def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype) -> TargetInfo:
+def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype, constraint: Constraint) -> TargetInfo:
     return TargetInfo(
         name=config.model,
         model=target.model,
@@ -179,6 +179,7 @@ def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype) ->
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_dtype=kv_dtype,
         packed=target.packed,
+        constraint=constraint,
     )
 
 

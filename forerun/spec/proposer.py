@@ -151,6 +151,7 @@ class TargetInfo:
         max_num_batched_tokens: most rows of a step.
         kv_dtype: of the target's keys and values.
         packed: whether weights stay as the checkpoint stores them.
+        constraint: what is known of requests' texts beforehand; None: nothing.
     """
 
     name: str
@@ -161,6 +162,7 @@ class TargetInfo:
     max_num_batched_tokens: int
     kv_dtype: torch.dtype
     packed: bool
+    constraint: Constraint | None = None
 
     @property
     def config(self) -> DecoderConfig:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from forerun.spec.config import MethodConfig, SpeculativeConfig
-from forerun.spec.proposer import Constraint, Proposer, TargetInfo
+from forerun.spec.proposer import Proposer, TargetInfo
 from forerun.spec.proposers.draft_loading import load_draft_model
 from forerun.spec.proposers.first import FirstOf, Member
 from forerun.spec.proposers.grammar import GrammarProposer
@@ -42,22 +42,22 @@ VERIFIERS: dict[str, type[MatchVerifier]] = {
 }
 
 
-def make_proposer(config: SpeculativeConfig | None, target: TargetInfo, constraint: Constraint) -> FirstOf:
-    """All proposers of a configuration, loaded. Without one: nothing is ever drafted. `constraint` cuts all drafts."""
+def make_proposer(config: SpeculativeConfig | None, target: TargetInfo) -> FirstOf:
+    """All proposers of a configuration, loaded. Without one: nothing is ever drafted."""
     members: list[Member] = []
     seen: Counter[str] = Counter()
     for method in config.methods if config else ():
         seen[method.method] += 1
         proposer: Proposer
         if method.method == GrammarProposer.name:
-            proposer = GrammarProposer(constraint)
+            proposer = GrammarProposer(target.constraint)
         elif method.method in WEIGHTLESS:
             proposer = WEIGHTLESS[method.method](method)
         else:
             number = f"-{seen[method.method]}" if seen[method.method] > 1 else ""
             proposer = WITH_WEIGHTS[method.method](method, target, method.method + number)
         members.append(Member(proposer, method.method, method.max_draft_tokens, method.min_draft_tokens))
-    return FirstOf(members, constraint)
+    return FirstOf(members, target.constraint)
 
 
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:

@@ -74,7 +74,7 @@ class Guide:
         if before == self.ENDED:
             return False
         if token_id in self.eos_ids:
-            if before == self.GRAMMAR and not self._may_end():
+            if not self._may_end():
                 return False
             self._state = self.ENDED
         elif before == self.GRAMMAR:
@@ -156,6 +156,8 @@ class Guide:
             self._go_back()
 
     def _may_end(self) -> bool:
+        if self._state != self.GRAMMAR:
+            return not self.ignore_eos
         if not self._ask(LLMatcher.is_accepting):
             return False
         return not self.ignore_eos or not _without(self._allowed(), self.eos_ids).any()

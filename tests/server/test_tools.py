@@ -142,15 +142,6 @@ def test_tools_and_their_results_reach_the_template(http: httpx.Client) -> None:
     assert bytes(answer["prompt_token_ids"]).startswith(b"weather+time|tools\n")
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "time"}}], ids=["required", "named"]
-)
-def test_a_choice_that_needs_a_grammar_is_refused_by_name(http: httpx.Client, choice: Any) -> None:
-    assert refused(http, CHAT, say("x", tools=TOOLS, tool_choice=choice))["param"] == "tool_choice"
-    strict = [{"type": "function", "function": {"name": "f", "strict": True}}]
-    assert "strict" in refused(http, CHAT, say("x", tools=strict))["message"]
-
-
 def test_an_effort_is_told_to_the_template_where_it_listens(http: httpx.Client) -> None:
     messages = [{"role": "user", "content": "!say x"}]
     answer = post(http, CHAT, messages=messages, reasoning_effort="none")

@@ -106,16 +106,21 @@ def test_the_end_is_allowed_exactly_where_the_grammar_may_stop(form: str) -> Non
     raise AssertionError("the text does not end")
 
 
-def test_what_push_takes_is_what_the_mask_allows() -> None:
-    for form in FORMS:
-        followed = guide(form)
-        followed.commit(encode("(12") if form == "lark" else [])
-        pushed = []
-        for token in range(VOCAB_SIZE):
-            if followed.push(token):
-                pushed.append(token)
-                followed.pop()
-        assert pushed == allowed(followed)
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("reasoning", [False, True])
+@pytest.mark.parametrize("said", ["", "<", "</thin", "x</think>", "</think>(12", "(12", "(1,23)"])
+def test_what_push_takes_is_what_the_mask_allows(said: str, reasoning: bool, ignore_eos: bool) -> None:
+    followed = guide("lark", reasoning=reasoning, ignore_eos=ignore_eos)
+    if "<" in said and not reasoning:
+        return
+    followed.commit(encode(said))
+    pushed = []
+    for token in range(VOCAB_SIZE):
+        if followed.push(token):
+            pushed.append(token)
+            followed.pop()
+    assert pushed == allowed(followed)
+    assert not followed.error
 
 
 def test_a_walk_visits_the_nodes_that_can_stand() -> None:

@@ -13,9 +13,11 @@ class GrammarProposer(Proposer):
 
     name = "grammar"
 
-    def __init__(self, constraint: Constraint) -> None:
+    def __init__(self, constraint: Constraint | None) -> None:
         self._constraint = constraint
 
     def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
+        if self._constraint is None:
+            return Draft()
         forced = {r.request_id: self._constraint.forced(r, grant.lengths[r.request_id]) for r in inputs.requests}
         return Draft({request_id: RequestDraft(tokens, self.name) for request_id, tokens in forced.items() if tokens})
