@@ -209,6 +209,9 @@ def test_values_of_xml_parameters_have_the_types_of_their_schemas() -> None:
         {"properties": {"city": "text"}, "required": {"city": 1}},
         {"properties": {"city": {"type": {"a": 1}, "anyOf": "x", "oneOf": [1, None], "enum": 5}}},
         {"properties": {"city": {"type": [1, "string"], "enum": [{}, None, "a"]}}},
+        {"properties": {"city": {"$ref": "#/properties/city"}}},
+        {"properties": {"city": {"$ref": "#/nowhere/at/all"}}},
+        {"properties": {"city": {"$ref": 5}}},
     ],
 )
 def test_a_schema_that_is_none_raises_nothing(schema: Any) -> None:

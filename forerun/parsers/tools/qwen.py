@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from forerun.parsers.tools.format import Call, Functions, Schema
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+MAX_REFERENCES = 8  # from schema to schema
 
 
 class QwenXml:
@@ -59,13 +59,16 @@ class QwenXml:
         return True
 
     def grammar(self, functions: Functions, *, required: bool, parallel: bool) -> dict[str, Any]:
-        """A regular expression: the values of a parameter are held to its type, the parts of an object are not."""
-        calls = "|".join(_function_pattern(name, schema) for name, schema in functions.items())
-        call = f"{CALL}\\n(?:{calls})\\n{CALL_END}"
-        if not required:
-            text = r"(?:[^<]|<[^tf])*"
-            return {"regex": f"{text}(?:{call}{text}){'*' if parallel else '?'}"}
-        return {"regex": f"{call}(?:\\n{call})*" if parallel else call}
+        """A Lark grammar as llguidance reads it: each value is held to its parameter's schema."""
+        rules = [rule for place, (name, schema) in enumerate(functions.items()) for rule in _rules(place, name, schema)]
+        if required:
+            start = 'call ("\\n" call)*' if parallel else "call"
+        else:
+            start = "OTHER? (call OTHER?)*" if parallel else "OTHER? (call OTHER?)?"
+            rules.append(f"OTHER: /{_OTHER}/")
+        any_function = " | ".join(f"f{place}" for place in range(len(functions)))
+        call = f"{_text(CALL + chr(10))} ({any_function}) {_text(chr(10) + CALL_END)}"
+        return {"grammar": "\n".join([f"start: {start}", f"call: {call}", f"PLAIN: /{_PLAIN}/", *rules])}
 
 
 def _value(text: str, schema: Any) -> str:
@@ -84,8 +87,20 @@ def _value(text: str, schema: Any) -> str:
 
 
 def _properties(schema: Schema) -> Mapping[str, Any]:
+    """The parameters' schemas; one that refers to another of the same document is that one."""
     properties = schema.get("properties")
-    return properties if isinstance(properties, Mapping) else {}
+    return {key: _meant(of, schema) for key, of in properties.items()} if isinstance(properties, Mapping) else {}
+
+
+def _meant(schema: Any, document: Schema) -> Any:
+    for _ in range(MAX_REFERENCES):
+        if not (isinstance(schema, Mapping) and str(schema.get("$ref")).startswith("#/")):
+            break
+        target: Any = document
+        for part in str(schema["$ref"])[2:].split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        schema = target
+    return schema
 
 
 def _types(schema: Any) -> set[str]:
@@ -102,26 +117,32 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-_PATTERNS = {
-    "integer": r"-?\d+",
-    "number": r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?",
-    "boolean": "true|false",
-    "null": "null",
-}
-_ANY_TEXT = r"(?:[^<]|<[^/])*"
+_OTHER = "([^<]|<[^tf])+"  # text that begins neither a call nor a function
+_PLAIN = "([^<]|<[^\\/])*\\n<\\/parameter>\\n"  # a value that is text, to the end of its tag
+_AFTER_VALUE = f"\n{PARAMETER_END}\n"
 
 
-def _function_pattern(name: str, schema: Schema) -> str:
+def _rules(place: int, name: str, schema: Schema) -> list[str]:
+    """The rules of one function, and of each of its parameters."""
     required = _list(schema.get("required"))
-    parts = ""
-    for key, of in _properties(schema).items():
-        part = f"{PARAMETER}{re.escape(key)}>\\n(?:{_value_pattern(of)})\\n{PARAMETER_END}\\n"
-        parts += part if key in required else f"(?:{part})?"
-    return f"{FUNCTION}{re.escape(name)}>\\n{parts}{FUNCTION_END}"
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}  # what the parts may refer to
+    rules, parts = [], [_text(f"{FUNCTION}{name}>\n")]
+    for at, (key, of) in enumerate(_properties(schema).items()):
+        rules.append(f"f{place}p{at}: {_text(f'{PARAMETER}{key}>{chr(10)}')} {_value_rule(of, shared)}")
+        parts.append(f"f{place}p{at}" if key in required else f"f{place}p{at}?")
+    return [f"f{place}: {' '.join([*parts, _text(FUNCTION_END)])}", *rules]
 
 
-def _value_pattern(schema: Any) -> str:
+def _value_rule(schema: Any, shared: Mapping[str, Any]) -> str:
     values = _list(schema.get("enum")) if isinstance(schema, Mapping) else []
     if values:
-        return "|".join(re.escape(v if isinstance(v, str) else json.dumps(v)) for v in values)
-    return "|".join(sorted({_PATTERNS.get(kind, _ANY_TEXT) for kind in _types(schema)}))
+        written = " | ".join(_text(v if isinstance(v, str) else json.dumps(v)) for v in values)
+        return f"({written}) {_text(_AFTER_VALUE)}"
+    if "string" in _types(schema):
+        return "PLAIN"
+    return f"%json {json.dumps({**shared, **schema})} {_text(_AFTER_VALUE)}"
+
+
+def _text(text: str) -> str:
+    """As Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
