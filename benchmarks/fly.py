@@ -1,7 +1,7 @@
 """What FLy, the lossy rule, brings over `standard`, and how many texts it changes: a real pair, real prompts.
 
     python benchmarks/fly.py --target target.gguf --draft draft.gguf --dataset question.jsonl \\
-        [--num-prompts 16] [--max-tokens 64] [--tokens 8] [--window 4] [--threads 2] [--limit-s 200]
+        [--num-prompts 16] [--max-tokens 64] [--tokens 8] [--window 4] [--threads 2] [--limit-s 200] [--batch]
 
 One engine runs `fly`; each request asks for `fly` or for `standard` (which is `match` here, as drafts are greedy: its
 text is that of plain decoding). Prompts are Spec-Bench's, the same number from each category, answered one at a time;
@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,15 @@ def main() -> None:
         num_threads=options.threads,
     )
     prompts = [text for _, text in read_prompts(options.dataset, options.num_prompts)]
-    answer(llm, prompts[0], "standard", temperature=0, seed=0, max_tokens=8)  # warm
+    found = together(llm, prompts, options) if options.batch else one_by_one(llm, prompts, options)
+    report = {kind: figures(pairs) for kind, pairs in found.items()}
+    for kind, row in report.items():
+        print(f"{kind}: {json.dumps(row)}")
+    print(json.dumps({"tokens": options.tokens, "window": options.window} | report))
+
+
+def one_by_one(llm: LLM, prompts: list[str], options: argparse.Namespace) -> dict[str, list[Pair]]:
+    answer(llm, prompts[:1], "standard", temperature=0, seeds=[0], max_tokens=8)  # warm
     found: dict[str, list[Pair]] = {kind: [] for kind in KINDS}
     started = time.perf_counter()
     for place, prompt in enumerate(prompts):
@@ -51,16 +60,27 @@ def main() -> None:
             break
         for kind, temperature in KINDS.items():
             found[kind].append(both(llm, prompt, place, temperature, options.max_tokens))
-    report = {kind: figures(pairs) for kind, pairs in found.items()}
-    for kind, row in report.items():
-        print(f"{kind}: {json.dumps(row)}")
-    print(json.dumps({"tokens": options.tokens, "window": options.window} | report))
+    return found
+
+
+def together(llm: LLM, prompts: list[str], options: argparse.Namespace) -> dict[str, list[Pair]]:
+    """All prompts at once: the same texts and acceptance, sooner; the speeds say nothing."""
+    found: dict[str, list[Pair]] = {}
+    seeds = range(len(prompts))
+    for kind, temperature in KINDS.items():
+        sides = [
+            answer(llm, prompts, rule, temperature=temperature, seeds=seeds, max_tokens=options.max_tokens)
+            for rule in RULES
+        ]
+        found[kind] = [dict(zip(RULES, pair, strict=True)) for pair in zip(*sides, strict=True)]
+        print(f"{kind}: {json.dumps(figures(found[kind]))}", flush=True)
+    return found
 
 
 def both(llm: LLM, prompt: str, place: int, temperature: float, max_tokens: int) -> Pair:
     """A prompt under both rules, in an order that changes from prompt to prompt."""
     return {
-        rule: answer(llm, prompt, rule, temperature=temperature, seed=place, max_tokens=max_tokens)
+        rule: answer(llm, [prompt], rule, temperature=temperature, seeds=[place], max_tokens=max_tokens)[0]
         for rule in (RULES if place % 2 else reversed(RULES))
     }
 
@@ -88,28 +108,37 @@ def figures(pairs: list[Pair]) -> dict[str, Any]:
     }
 
 
-def answer(llm: LLM, prompt: str, rule: str, *, temperature: float, seed: int, max_tokens: int) -> dict[str, Any]:
-    """One text under one rule, with what it cost."""
-    params = SamplingParams(
-        temperature=temperature,
-        seed=seed,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        speculative_config={"rejection_sample_method": rule},
-    )
-    [output] = llm.chat([{"role": "user", "content": prompt}], params)
-    assert output.metrics is not None
-    spec = output.metrics.speculative_decoding
-    assert spec is not None
-    token_ids = output.outputs[0].token_ids
-    return {
-        "token_ids": token_ids,
-        "speed": (len(token_ids) - 1) / output.metrics.generation_time_s,
-        "steps": spec["num_spec_steps"],
-        "drafted": spec["num_draft_tokens"],
-        "accepted": spec["num_accepted_draft_tokens"],
-        "loose": spec["num_loosely_accepted_tokens"],
-    }
+def answer(
+    llm: LLM, prompts: list[str], rule: str, *, temperature: float, seeds: Sequence[int], max_tokens: int
+) -> list[dict[str, Any]]:
+    """A text for each prompt under one rule, with what it cost."""
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            speculative_config={"rejection_sample_method": rule},
+        )
+        for seed in seeds
+    ]
+    sides = []
+    for output in llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params):
+        assert output.metrics is not None
+        spec = output.metrics.speculative_decoding
+        assert spec is not None
+        token_ids = output.outputs[0].token_ids
+        sides.append(
+            {
+                "token_ids": token_ids,
+                "speed": (len(token_ids) - 1) / output.metrics.generation_time_s,
+                "steps": spec["num_spec_steps"],
+                "drafted": spec["num_draft_tokens"],
+                "accepted": spec["num_accepted_draft_tokens"],
+                "loose": spec["num_loosely_accepted_tokens"],
+            }
+        )
+    return sides
 
 
 def total(sides: list[dict[str, Any]], name: str) -> int:
@@ -130,6 +159,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8, help="K")
     parser.add_argument("--window", type=int, default=4)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--batch", action="store_true", help="all prompts at once: no speeds")
     parser.add_argument("--limit-s", type=float, default=1e9, help="no prompt is begun after this")
     return parser.parse_args()
 
