@@ -39,20 +39,12 @@ class Llama3Json:
         return (yield from call.json_object())
 
     def grammar(self, functions: Functions, *, required: bool, parallel: bool) -> dict[str, Any]:
-        """One call, which is how Llama 3 was taught: a second one has no place in a JSON schema."""
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": schema},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for name, schema in functions.items()
-        ]
+        """One call, which is how Llama 3 was taught: a second one has no place."""
+        begins = {name: f'{{"name": {json.dumps(name)}, "parameters": ' for name in functions}
         if required:
-            return {"json": calls[0] if len(calls) == 1 else {"anyOf": calls}}
-        tags = [
-            {"begin": f'{{"name": {json.dumps(name)}, "parameters": ', "schema": schema, "end": "}"}
-            for name, schema in functions.items()
-        ]
+            calls = [
+                f'{json.dumps(begins[name])} %json {json.dumps(schema)} "}}"' for name, schema in functions.items()
+            ]
+            return {"grammar": f"start: {' | '.join(calls)}"}
+        tags = [{"begin": begins[name], "schema": schema, "end": "}"} for name, schema in functions.items()]
         return {"structural_tag": {"type": "structural_tag", "structures": tags, "triggers": ['{"name": ']}}
