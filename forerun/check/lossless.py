@@ -1,0 +1,239 @@
+"""Whether an engine's speculation keeps its promise, checked on the user's own models."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forerun.check.chi_square import MIN_EXPECTED, POWER
+from forerun.check.equality import REHEARSED, Case, Served, compare, rehearsed, serve
+from forerun.check.law import LENGTH, TOP_K, Evidence, Situation, judge, rows_apart, situations
+from forerun.check.parameters import PARAMETERS, TEMPERATURE, Material, Parameter
+from forerun.check.prompts import PROMPTS
+from forerun.check.report import Check, Outcome, Report, Row
+from forerun.check.teacher import Context
+from forerun.errors import ConfigError
+from forerun.request import SamplingParams
+from forerun.spec.control import FixedLength
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM
+
+FALSE_ALARM = 1e-4  # of the whole check
+ROW_DISTANCE = 0.02  # total variation that rows in 16 bits may be apart
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is looked at.
+
+    Attributes:
+        num_prompts: of the check's own.
+        num_tokens: most tokens of an answer.
+        num_contexts: of each law.
+        num_draws: judged drafts of each context.
+    """
+
+    num_prompts: int = 8
+    num_tokens: int = 32
+    num_contexts: int = 2
+    num_draws: int = 2000
+
+
+THOROUGH = Effort(num_prompts=len(PROMPTS), num_tokens=128, num_contexts=6, num_draws=10_000)
+
+
+def check_lossless(
+    llm: LLM, effort: Effort = Effort(), *, expect_lossy: bool = False, tell: Callable[[str], None] = lambda doing: None
+) -> Report:
+    """Compare what speculation says with plain decoding on the same engine.
+
+    Args:
+        expect_lossy: the rule is known to change the text: its differences are counted, not held against it.
+        tell: is told what is under way.
+    Raises:
+        ConfigError: the engine does not speculate, or `expect_lossy` does not fit its rule.
+    """
+    engine, info = llm.engine, llm.info
+    if info.speculative_config is None:
+        raise ConfigError("nothing to check: this engine decodes without speculation; give --speculative-config")
+    lossy = engine.verifier.lossless == "no"
+    report = Report(info.model, info.speculative_config, engine.verifier.name, engine.verifier.lossless)
+    started = time.perf_counter()
+    check_expectation(report.rule, lossy, expect_lossy)
+    with _always_drafting(llm):
+        if lossy and not expect_lossy:
+            report.rows.append(_lossy_row(report.rule))
+        else:
+            _Checker(llm, effort, report, tell).run()
+    report.seconds = time.perf_counter() - started
+    report.words = _words(report, effort)
+    return report
+
+
+def check_expectation(rule: str, lossy: bool, expect_lossy: bool) -> None:
+    if expect_lossy and not lossy:
+        raise ConfigError(f"--expect-lossy goes with a rule that is lossy, and {rule!r} is not: leave it out")
+
+
+def _lossy_row(rule: str) -> Row:
+    return Row(
+        Check.RULE,
+        "all",
+        "rejection_sample_method",
+        Outcome.FAILED,
+        detail=f"{rule} changes the text by design: it is not lossless, and nothing else was checked; "
+        "--expect-lossy counts what it changes instead",
+    )
+
+
+@contextmanager
+def _always_drafting(llm: LLM) -> Iterator[None]:
+    """Drafts of K tokens whatever the batch: the check's own is large."""
+    engine = llm.engine
+    control, engine.control = engine.control, FixedLength(llm.info.num_spec_tokens)
+    try:
+        yield
+    finally:
+        engine.control = control
+
+
+class _Checker:
+    """One run of the check."""
+
+    def __init__(self, llm: LLM, effort: Effort, report: Report, tell: Callable[[str], None]) -> None:
+        self.llm = llm
+        self.effort = effort
+        self.report = report
+        self.tell = tell
+        room = llm.info.max_model_len - effort.num_tokens - LENGTH - 1
+        if room < 1:
+            raise ConfigError(f"max_model_len={llm.info.max_model_len} leaves no room for the check: give at least 256")
+        texts = PROMPTS[: effort.num_prompts]
+        self.prompts = [llm.tokenizer.encode(text)[-room:] for text in texts]
+
+    @property
+    def lossy(self) -> bool:
+        return self.report.lossless == "no"
+
+    def run(self) -> None:
+        self.tell("answers without speculation")
+        greedy = self._plain([self._greedy_case(prompt, {}) for prompt in self.prompts])
+        answers = [output.outputs[0].token_ids for output in greedy.outputs]
+        self.material = Material.of(self.llm, self.prompts, answers)
+        plain = self._plain(list(self._cases()))
+        methods = self.llm.info.spec_methods
+        for method in methods:
+            self.tell(f"the same with {method}")
+            self._compare(plain, method)
+        if len(methods) > 1:
+            self.tell("the same with all methods together")
+            self._compare(plain, None)
+        self.tell("the same with drafts made from the answers")
+        with rehearsed(self.llm, plain):
+            self._compare(plain, None, REHEARSED)
+        if self.report.lossless == "law":
+            roots = [answer[:1] for answer in answers]
+            for method in methods:
+                self._laws(method, roots)
+
+    # -- tokens
+
+    def _plain(self, cases: Sequence[Case]) -> Served:
+        return serve(self.llm, cases, speculation=False)
+
+    def _greedy_case(self, prompt: list[int], fields: dict[str, object], parameter: str = "none") -> Case:
+        return Case(Check.GREEDY, parameter, prompt, self._params({"temperature": 0} | fields))
+
+    def _params(self, fields: dict[str, object]) -> SamplingParams:
+        return SamplingParams(**({"max_tokens": self.effort.num_tokens} | fields))  # type: ignore[arg-type]
+
+    def _cases(self) -> Iterator[Case]:
+        """Greedy without more; each parameter drawn where the rule keeps the path of a seed, and greedy at every second
+        prompt, or at all of them where it does not."""
+        path = self.report.lossless != "law"
+        seed = 0
+        for prompt in self.prompts:
+            yield self._greedy_case(prompt, {"seed": (seed := seed + 1)}, "temperature 0")
+        for parameter in PARAMETERS:
+            for prompt in self.prompts:
+                seed += 1
+                base = {"seed": seed, "max_tokens": self.effort.num_tokens}
+                params = parameter.params(self.material, **base)
+                if path:
+                    yield Case(Check.SEEDED, parameter.name, prompt, params)
+                elif parameter.name != "temperature":
+                    greedy = dataclasses.replace(params, temperature=0)
+                    yield Case(Check.GREEDY, parameter.name, prompt, greedy)
+
+    def _compare(self, plain: Served, method: str | None, name: str | None = None) -> None:
+        drafted = serve(self.llm, plain.cases, method)
+        self.report.rows += compare(self.llm, plain, drafted, name or method or "all", lossy=self.lossy)
+
+    # -- laws
+
+    def _laws(self, method: str, roots: Sequence[Sequence[int]]) -> None:
+        shaping = [parameter for parameter in PARAMETERS if parameter.shapes]
+        level = FALSE_ALARM / (2 * len(shaping) * len(self.llm.info.spec_methods))
+        for number, parameter in enumerate(shaping):
+            self.tell(f"the law of {self.report.rule} with {method}: {parameter.name}")
+            contexts = [
+                self._context(parameter, self.prompts[place], roots[place])
+                for place in _spread(number, self.effort.num_contexts, len(self.prompts))
+            ]
+            found = situations(self.llm.engine, contexts, method)
+            self.report.rows.append(self._law_row(parameter, method, found, level))
+
+    def _context(self, parameter: Parameter, prompt: list[int], root: Sequence[int]) -> Context:
+        params = parameter.params(
+            self.material,
+            top_k=TOP_K,
+            temperature=1.0,
+            ignore_eos=True,
+            max_tokens=len(root) + LENGTH + self.llm.info.num_spec_tokens + 1,
+        )
+        return Context(prompt, params, tuple(root))
+
+    def _law_row(self, parameter: Parameter, method: str, found: Sequence[Situation], level: float) -> Row:
+        evidence, apart = Evidence(), 0.0
+        for seed, situation in enumerate(found):
+            if situation.trials:
+                judge(self.llm.engine.verifier, situation, self.effort.num_draws, seed, evidence)
+                apart = max(apart, rows_apart(situation))
+        first, joint = evidence.first, evidence.joint
+        row = Row(Check.LAW, method, parameter.name, Outcome.HOLDS, joint.num_draws)
+        row.num_drafted, row.num_accepted = evidence.num_drafted, evidence.num_accepted
+        row.p_value = min(1.0, 2 * min(first.p_value, joint.p_value))
+        row.detectable = joint.detectable(level)
+        exact = self.llm.info.device == "cpu"
+        if first.impossible or joint.impossible:
+            row.outcome = Outcome.FAILED
+            row.detail = f"{max(first.impossible, joint.impossible)} times a token that the target cannot say"
+        elif apart > (0.0 if exact else ROW_DISTANCE):
+            row.outcome = Outcome.FAILED
+            row.detail = (
+                f"a distribution after drafted tokens is not the one after the same tokens as output: {apart:.2g} apart "
+                "in total variation"
+            )
+        elif min(first.p_value, joint.p_value) < level:
+            row.outcome = Outcome.FAILED
+            which = "the first token" if first.p_value <= joint.p_value else f"{LENGTH} tokens"
+            row.detail = f"the draws of {which} do not follow the target's law"
+        elif not evidence.num_drafted:
+            row.outcome, row.detail = Outcome.NOTHING, "0 tokens drafted: nothing was shown by this row"
+        elif row.detectable is None:
+            row.outcome, row.detail = Outcome.NOTHING, "the target leaves one token: nothing was shown by this row"
+        return row
+
+
+def _spread(number: int, count: int, size: int) -> list[int]:
+    """`count` places of `size`, others for another number."""
+    return [(number + step * max(1, size // count)) % size for step in range(min(count, size))]
+
+
+def _words(report: Report, effort: Effort) -> list[str]:
+    return []
