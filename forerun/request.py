@@ -6,9 +6,9 @@ import enum
 import math
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from forerun.errors import RequestError
 
@@ -18,6 +18,11 @@ MAX_STOP_STRINGS = 64
 SEED_BITS = 64
 DRAWN_SEED_BITS = 53  # of seeds that are drawn: every client's numbers can hold and send them back
 MIN_TEMPERATURE = 0.01
+MAX_TEMPERATURE = 100.0
+MAX_BIAS = 100.0
+MAX_BAD_WORDS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
+_PLURALS = {"stop": "stop strings", "bad_words": "bad_words"}
 
 
 class FinishReason(enum.StrEnum):
@@ -52,24 +57,102 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    """Token ids; None for none."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} must be a list of token ids, got {value!r:.80}", name)
+    return tuple(cast(int, _whole(name, token_id)) for token_id in value)
+
+
+def _bias(value: object) -> dict[int, float] | None:
+    """Token id to what is added to its logit. JSON has text for keys, so that counts as a number; {} is None."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias must be an object of token ids and numbers, got {value!r:.80}", "logit_bias")
+    bias: dict[int, float] = {}
+    for key, amount in value.items():
+        number = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+        bias[cast(int, _whole("logit_bias", number))] = _real("logit_bias", amount)
+    for token_id, amount in bias.items():
+        if not -MAX_BIAS <= amount <= MAX_BIAS:
+            limits = f"[-{MAX_BIAS:g}, {MAX_BIAS:g}]"
+            raise RequestError(f"logit_bias of token id {token_id} must be in {limits}, got {amount:g}", "logit_bias")
+    return bias or None
+
+
+class TruncationSide(enum.StrEnum):
+    """Which end of a prompt that is too long is cut off."""
+
+    LEFT = "left"
+    RIGHT = "right"
+
+
+# Fields that are numbers, with their ranges; None: no upper bound.
+_WHOLE: dict[str, tuple[int, int | None]] = {
+    "n": (1, MAX_CHOICES),
+    "best_of": (1, MAX_CHOICES),
+    "top_k": (-1, None),
+    "seed": (-(2 ** (SEED_BITS - 1)), None),
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "truncate_prompt_tokens": (-1, None),
+    "thinking_token_budget": (-1, None),
+}
+_NEVER_ABSENT = ("n", "top_k", "min_tokens")
+_REAL: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to draw tokens and when to stop. Names and defaults are OpenAI's and vLLM's.
+    """How to draw tokens and when to stop. Names, ranges and defaults are OpenAI's and vLLM's (docs/sampling.md).
+
+    All that changes a token's chances is a function of the tokens before it, drafted ones included, so that speculation
+    changes nothing: logit_bias, allowed_token_ids, bad_words, min_tokens, the registered logits processors, the
+    penalties and the thinking budget, in this order; then temperature, min_p, top_k and top_p.
 
     Attributes:
         n: answers to the prompt, at most `MAX_CHOICES`. Each draws its own noise from the one seed, and the first is
             the answer of n=1; greedy ones are equal.
+        best_of: answers that are made, at least n; the n with the highest log-probability, summed over their tokens,
+            are given. None: n.
         temperature: 0 is greedy; otherwise logits are divided by it, by 0.01 at the least.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it; 1 keeps all.
+        min_p: keep tokens that have at least this share of the likeliest one's probability; 0 keeps all.
+        presence_penalty: subtracted from the logits of tokens that the output holds, in [-2, 2].
+        frequency_penalty: the same, times how often the output holds them.
+        repetition_penalty: logits of tokens that prompt or output hold are divided by it where they are positive, and
+            multiplied elsewhere; above 0, and 1 changes nothing.
+        logit_bias: token id -> what is added to its logit, in [-100, 100]; None for none.
+        allowed_token_ids: no other tokens; None allows all.
+        bad_words: texts whose tokens must not come one after the other in the output, with a space before them or
+            without.
+        min_tokens: so many tokens come before any end token or stop token id; no stop string ends the text before.
         seed: fixes every draw of the request; None draws one when the request arrives, and it is returned.
         max_tokens: most tokens to generate; None means up to the model's length.
         stop: strings that end the text; the text ends before the string unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the text, beside the model's own end tokens.
         ignore_eos: go on past the model's own end tokens (`stop_token_ids` still count).
         logprobs: None for none; n for the drawn token's and the n most likely ones' log-probabilities, taken from
-            the raw distribution (before temperature and filters).
+            the raw distribution (before all of the above).
+        logprob_token_ids: the log-probabilities of these tokens instead of the most likely ones'.
+        prompt_logprobs: as `logprobs`, of the prompt's tokens but the first. The prefix cache is not read then.
         skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: for callers of vLLM; must be true, text is what the tokenizer's decoder says.
+        truncate_prompt_tokens: a longer prompt is cut to so many tokens; -1: to what leaves room for max_tokens.
+        truncation_side: the end of the prompt that is cut off.
+        thinking_token_budget: when reasoning has lasted so many tokens, its end tag is written; None or -1: no bound.
+        extra_args: what the registered logits processors are given (`vllm_xargs` in a request body).
         speculative_config: how this request may draft: `num_speculative_tokens` up to the engine's K (0: off) and
             `method`, one or several of those loaded, or "none" (docs/speculative-config.md). The front that takes the
             request checks it against the engine and turns it into fields of `NewRequest`.
@@ -79,9 +162,18 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
     seed: int | None = None
     max_tokens: int | None = 16
     stop: tuple[str, ...] = ()
@@ -89,46 +181,128 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide = TruncationSide.LEFT
+    thinking_token_budget: int | None = None
+    extra_args: Mapping[str, Any] | None = field(default=None, hash=False)
     speculative_config: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            object.__setattr__(self, name, _real(name, getattr(self, name)))
-        for name in ("n", "top_k", "seed", "max_tokens", "logprobs"):
-            optional = name not in ("n", "top_k")
-            object.__setattr__(self, name, _whole(name, getattr(self, name), optional=optional))
-        object.__setattr__(self, "stop", _texts("stop", self.stop))
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        object.__setattr__(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in ids))
-        if not 1 <= self.n <= MAX_CHOICES:
-            raise RequestError(f"n must be in [1, {MAX_CHOICES}], got {self.n}", "n")
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
-            raise RequestError(f"temperature must be in [0, 100], got {self.temperature}", "temperature")
+        self._take()
+        self._check_ranges()
+        self._check_lists()
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(f"best_of must be at least n, which is {self.n}, got {self.best_of}", "best_of")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}",
+                "min_tokens",
+            )
+        if not self.spaces_between_special_tokens:
+            raise RequestError(
+                "spaces_between_special_tokens=False is not served: leave it out", "spaces_between_special_tokens"
+            )
         if 0.0 < self.temperature < MIN_TEMPERATURE:  # logits divided by less overflow
-            object.__setattr__(self, "temperature", MIN_TEMPERATURE)
-        if self.top_k < -1:
-            raise RequestError(f"top_k must be -1 or 0 (off) or at least 1, got {self.top_k}", "top_k")
+            self._set("temperature", MIN_TEMPERATURE)
+        if self.thinking_token_budget == -1:
+            self._set("thinking_token_budget", None)
+
+    def _take(self) -> None:
+        """Values in their own types: what was given may be numpy's, lists, or None for nothing."""
+        for name in (*_REAL, "top_p", "repetition_penalty"):
+            self._set(name, _real(name, getattr(self, name)))
+        for name in _WHOLE:
+            self._set(name, _whole(name, getattr(self, name), optional=name not in _NEVER_ABSENT))
+        for name in ("stop", "bad_words"):
+            self._set(name, _texts(name, getattr(self, name)))
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            self._set(name, _ids(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        self._set("logit_bias", _bias(self.logit_bias))
+        if self.truncation_side not in tuple(TruncationSide):
+            raise RequestError(
+                f"truncation_side must be 'left' or 'right', got {self.truncation_side!r:.80}", "truncation_side"
+            )
+        self._set("truncation_side", TruncationSide(self.truncation_side))
+
+    def _check_ranges(self) -> None:
+        for name, (low, high) in _REAL.items():
+            if not low <= getattr(self, name) <= high:
+                raise RequestError(f"{name} must be in [{low:g}, {high:g}], got {getattr(self, name)}", name)
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p must be in (0, 1], got {self.top_p}", "top_p")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise RequestError(
+                f"repetition_penalty must be above 0, got {self.repetition_penalty}", "repetition_penalty"
+            )
+        if self.top_k < -1:
+            raise RequestError(f"top_k must be -1 or 0 (off) or at least 1, got {self.top_k}", "top_k")
         if self.seed is not None and not -(2 ** (SEED_BITS - 1)) <= self.seed < 2**SEED_BITS:
             raise RequestError(f"seed must fit into {SEED_BITS} bits, got {self.seed}", "seed")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, got {self.max_tokens}", "max_tokens")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestError(f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", "logprobs")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", "stop")
-        if self.speculative_config is not None and not isinstance(self.speculative_config, Mapping):
+        if self.truncate_prompt_tokens == 0:
             raise RequestError(
-                f"speculative_config must be an object, got {self.speculative_config!r:.80}", "speculative_config"
+                "truncate_prompt_tokens must be at least 1, or -1 for what max_tokens leaves, got 0",
+                "truncate_prompt_tokens",
             )
-        if "" in self.stop:
-            raise RequestError(f"stop[{self.stop.index('')}] must not be empty", "stop")
+        for name, (least, most) in _WHOLE.items():
+            value = getattr(self, name)
+            if value is not None and (value < least or (most is not None and value > most)):
+                allowed = f"at least {least}" if most is None else f"in [{least}, {most}]"
+                raise RequestError(f"{name} must be {allowed}, got {value}", name)
+
+    def _check_lists(self) -> None:
+        for name, limit in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
+            texts = getattr(self, name)
+            if len(texts) > limit:
+                raise RequestError(f"at most {limit} {_PLURALS[name]}, got {len(texts)}", name)
+            if empty := [
+                place for place, text in enumerate(texts) if not text.strip() and (name != "stop" or not text)
+            ]:
+                raise RequestError(f"{name}[{empty[0]}] must not be empty", name)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty: no token could be drawn", "allowed_token_ids")
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise RequestError(
+                f"at most {MAX_LOGPROB_TOKEN_IDS} logprob_token_ids, got {len(self.logprob_token_ids)}",
+                "logprob_token_ids",
+            )
+        for name in ("speculative_config", "extra_args"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise RequestError(f"{name} must be an object, got {value!r:.80}", name)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are made: n of them are given."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Whether all token ids are the model's.
+
+        Raises:
+            RequestError: the first that is not.
+        """
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+            ids: Iterable[int] = getattr(self, name) or ()
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(f"{name}: token id {token_id} is not in the vocabulary [0, {vocab_size})", name)
 
 
 @dataclass(slots=True)

@@ -28,6 +28,11 @@ from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.loading import load_model, read_config
 from forerun.models.paged import KV_DTYPES, PagedModel, new_memory
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
+from forerun.sampling.processors import LogitsProcessor
+from forerun.sampling.processors.bad_words import BadWords
+from forerun.sampling.processors.bias import AllowedTokens, LogitBias
+from forerun.sampling.processors.minimum import MinTokens
+from forerun.sampling.processors.penalties import Penalties
 from forerun.spec.control import make_control
 from forerun.spec.heads import complete
 from forerun.spec.proposer import TargetInfo
@@ -114,10 +119,16 @@ def build_engine(config: EngineConfig) -> Engine:
         proposer=proposer,
         verifier=make_verifier(config.speculative_config),
         control=make_control(config.speculative_config),
+        processors=_processors(target),
         tokenizer=target.tokenizer,
         eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
         info=_info(config, target, caches, notes),
     )
+
+
+def _processors(target: Target) -> list[LogitsProcessor]:
+    """In the order in which they change logits, which is vLLM's."""
+    return [LogitBias(), AllowedTokens(), BadWords(target.tokenizer), MinTokens(), Penalties()]
 
 
 def _complete(config: EngineConfig, target: DecoderConfig) -> tuple[EngineConfig, Sequence[str]]:

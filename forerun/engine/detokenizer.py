@@ -40,8 +40,8 @@ class Detokenizer:
 
     Args:
         tokenizer: of the target.
-        params: stop strings and ids, `ignore_eos`, `skip_special_tokens`, `include_stop_str_in_output`. The last one
-            also keeps the text of a stop token, as far as that is not a special token that is left out anyway.
+        params: stop strings and ids, `min_tokens`, `ignore_eos`, `skip_special_tokens`, `include_stop_str_in_output`.
+            The last one also keeps the text of a stop token, as far as that is not a special token that is left out.
         eos_token_ids: the model's own end tokens.
         strip_leading: apply the tokenizer's rule for the beginning of a text (sentencepiece drops a space). False
             for text that goes on where a prompt ends.
@@ -65,6 +65,7 @@ class Detokenizer:
         else:
             self._source = _ByteText(tokenizer, skips, strip_leading)
         self._stops = [_StopString(stop) for stop in params.stop]
+        self._num_unjudged = params.min_tokens  # tokens to come whose text ends no stop string
         self._held = ""  # may be the beginning of a stop string
         self._finished = False
 
@@ -80,6 +81,7 @@ class Detokenizer:
                 reason = None if token_id in self._eos else token_id
                 return Judgement(count, "".join(released), FinishReason.STOP, reason)
             text, stop = self._take(self._source.push(token_id))
+            self._num_unjudged -= 1
             released.append(text)
             if stop is not None:
                 self._finished = True
@@ -102,7 +104,7 @@ class Detokenizer:
         for end, character in enumerate(new, start=len(self._held) + 1):
             # All stop strings see every character; the first one to end wins, and the first in the list of those.
             hits = [stop for stop in self._stops if stop.advance(character)]
-            if hits:
+            if hits and self._num_unjudged <= 0:
                 stop = hits[0].text
                 self._held = ""
                 return text[: end if self._keeps_stop else end - len(stop)], stop
@@ -126,11 +128,14 @@ class _StopString:
             self._border[i] = length
 
     def advance(self, character: str) -> bool:
-        """Whether the string ends with this character. Nothing may follow when it does."""
+        """Whether the string ends with this character."""
         while self.matched and self.text[self.matched] != character:
             self.matched = self._border[self.matched - 1]
         self.matched += self.text[self.matched] == character
-        return self.matched == len(self.text)
+        if self.matched < len(self.text):
+            return False
+        self.matched = self._border[-1]
+        return True
 
 
 class _ByteText:

@@ -94,6 +94,7 @@ class Engine:
             result = self.runner.forward(plan)
             logits = self.processors.apply(plan, result.logits)
             verdict = self.verifier.verify(plan.draft, logits, plan.sampling)
+            self.processors.explain(plan, logits, verdict)
             self.outputs.judge(plan, verdict)
             add_logprobs(verdict, result.logits, plan.sampling)
             self.processors.accept(plan, verdict)
@@ -169,6 +170,7 @@ class Engine:
         if not all(0 <= token < self._info.vocab_size for token in new.prompt_token_ids):
             bad = next(token for token in new.prompt_token_ids if not 0 <= token < self._info.vocab_size)
             raise RequestError(f"token id {bad} is outside the vocabulary [0, {self._info.vocab_size})", "prompt")
+        new.params.check_vocabulary(self._info.vocab_size)
         room = limit - num_prompt_tokens
         request = Request(
             new.request_id,

@@ -65,7 +65,10 @@ class OutputProcessor:
             request.num_cached_tokens,
         )
         if verdict.finish_reason is FinishReason.ERROR:
-            output.error = "the model gave numbers that are not finite: its weights or the prompt overflow"
+            output.bad_request = verdict.error is not None
+            output.error = verdict.error or (
+                "the model gave numbers that are not finite: its weights or the prompt overflow"
+            )
         if verdict.finish_reason is not None:
             output.metrics = _metrics(request)
         return output

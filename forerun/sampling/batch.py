@@ -28,6 +28,10 @@ class SamplingRows:
     num_rows: int
     position: int
 
+    @property
+    def indices(self) -> range:
+        return range(self.first_row, self.first_row + self.num_rows)
+
     @classmethod
     def of(cls, request: Request, first_row: int, num_draft_tokens: int) -> SamplingRows:
         return cls(

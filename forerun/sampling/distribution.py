@@ -5,6 +5,8 @@ It works on one row at a time, so that a row's bits do not depend on how many ro
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ def most_likely(logits: Tensor) -> tuple[list[int], list[bool]]:
 
 
 def processed_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probabilities after temperature, top-k and top-p, in this order.
+    """Log-probabilities after temperature, min-p, top-k and top-p, in this order.
 
     Args:
         logits: [V] float32.
@@ -42,6 +44,9 @@ def processed_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
         as likely as the last one kept are kept.
     """
     logits = logits / params.temperature
+    if params.min_p > 0.0:
+        threshold = logits.max() + math.log(params.min_p)
+        logits = logits.masked_fill(logits < threshold, NEGATIVE_INFINITY)
     if 0 < params.top_k < logits.shape[0]:
         threshold = logits.topk(params.top_k).values[-1]
         logits = logits.masked_fill(logits < threshold, NEGATIVE_INFINITY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,22 +22,28 @@ def add_logprobs(verdict: Verdict, logits: Tensor, sampling: SamplingBatch) -> N
         sampling: the rows of the same step.
     """
     for rows in sampling:
-        if rows.params.logprobs is None:
+        if not rows.params.wants_logprobs:
             continue
         stands = verdict.by_request[rows.request_id]
         nodes = [-1, *stands.accepted]
         stands.logprobs = [
-            token_logprobs(logits[rows.first_row + 1 + node], token, rows.params.logprobs)
+            token_logprobs(
+                logits[rows.first_row + 1 + node], token, rows.params.logprobs or 0, rows.params.logprob_token_ids
+            )
             for node, token in zip(nodes, stands.token_ids, strict=False)  # the last accepted may have no successor
         ]
 
 
-def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probabilities of one row [V]."""
+def token_logprobs(logits: Tensor, token_id: int, num_top: int, others: Sequence[int] = ()) -> TokenLogprobs:
+    """Log-probabilities of one row [V]: of `token_id`, and of `others` or, where there are none, of the `num_top` most
+    likely tokens."""
     logprobs = logits.log_softmax(dim=-1)
     logprob = logprobs[token_id]
     top: list[tuple[int, float]] = []
-    if num_top:
+    if others:
+        ids = torch.tensor(others, device=logits.device)
+        top = list(zip(others, logprobs[ids].tolist(), strict=True))
+    elif num_top:
         values, ids = torch.topk(logprobs, num_top)
         top = list(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(token_id, float(logprob), 1 + int((logprobs > logprob).sum()), top)

@@ -39,6 +39,7 @@ class RequestVerdict:
         num_drafted: drafted tokens that were verified.
         finish_reason, stop_reason, text: filled where the tokens are turned into text and judged for stops.
         logprobs: one entry a token where asked for; filled afterwards, from the raw logits.
+        error: with ERROR, where the request asked for what cannot be; None: the target is at fault.
     """
 
     accepted: list[int]
@@ -48,6 +49,7 @@ class RequestVerdict:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text: str = ""
+    error: str | None = None
 
 
 @dataclass(slots=True)

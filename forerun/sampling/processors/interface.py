@@ -10,7 +10,15 @@ if TYPE_CHECKING:
 
     from forerun.request import Request
     from forerun.sampling.batch import SamplingRows
-    from forerun.spec.proposer import Draft
+    from forerun.spec.proposer import Draft, RequestDraft
+
+
+def paths(draft: RequestDraft) -> list[list[int]]:
+    """The drafted tokens before each row of a request: none for the root's, a node's ancestors and itself for its own."""
+    before: list[list[int]] = [[]]
+    for node, token_id in enumerate(draft.tokens):
+        before.append([*before[1 + draft.parent(node)], token_id])
+    return before
 
 
 class LogitsProcessor(Protocol):
@@ -41,6 +49,10 @@ class LogitsProcessor(Protocol):
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> None:
         """These tokens, next in the request's output, stand. They are not in `request.token_ids` yet."""
+        return None
+
+    def failure(self, request_id: str) -> str | None:
+        """What went wrong where all logits of a row are minus infinity; None: nothing but that all were forbidden."""
         return None
 
     def forget(self, request_id: str) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from forerun.request import FinishReason
 from forerun.sampling.processors.interface import LogitsProcessor
+from forerun.sampling.processors.places import NEGATIVE_INFINITY
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forerun.engine.plan import Plan
     from forerun.request import Request
     from forerun.spec.verifier import Verdict
@@ -32,17 +35,40 @@ class LogitsProcessors:
         if asked:
             self._asked[request.request_id] = asked
 
+    @torch.inference_mode()
     def apply(self, plan: Plan, logits: Tensor) -> Tensor:
-        """The logits that tokens are drawn from: `logits` [R, V] itself where nobody asks for a change, else a copy."""
+        """The logits [R, V] that tokens are drawn from. They are changed in place, unless a request that asks for a
+        change wants log-probabilities too, which are taken from the raw ones: the result is a copy then."""
         concerned = [rows for rows in plan.sampling if rows.request_id in self._asked]
         if not concerned:
             return logits
-        changed, draft = logits.clone(), plan.draft
+        changed, draft = logits, plan.draft
+        if any(rows.params.wants_logprobs for rows in concerned):
+            changed = logits.clone()
         for processor in self._processors:
             rows = [r for r in concerned if processor in self._asked[r.request_id]]
             if rows:
                 processor.apply(changed, rows, draft)
         return changed
+
+    def explain(self, plan: Plan, logits: Tensor, verdict: Verdict) -> None:
+        """Say why a request has no next token, where it has none because all are forbidden.
+
+        Args:
+            logits: as `apply` left them.
+        """
+        for rows in plan.sampling:
+            stands = verdict.by_request[rows.request_id]
+            if stands.finish_reason is not FinishReason.ERROR or rows.request_id not in self._asked:
+                continue
+            row = logits[rows.first_row + 1 + (stands.accepted[-1] if stands.accepted else -1)]
+            if bool((row == NEGATIVE_INFINITY).all()):
+                failures = [processor.failure(rows.request_id) for processor in self._asked[rows.request_id]]
+                position = rows.position + len(stands.accepted)
+                stands.error = next(filter(None, failures), None) or (
+                    f"no token may stand at output position {position}: allowed_token_ids, bad_words, min_tokens and "
+                    "the like forbid all of them"
+                )
 
     def accept(self, plan: Plan, verdict: Verdict) -> None:
         """Tell what stands of each request, after it was cut at its stop and before the scheduler's commit."""
