@@ -30,6 +30,7 @@ MAX_DRAFTED = 2
 LENGTH = MAX_DRAFTED + 1
 MAX_WIDTH = 4  # tokens of a proposer's distribution that are looked at: any q will do, if drafts are drawn from it
 BATCH = 512
+FALSE_ALARM = 1e-4  # of all laws of a check together
 
 Path = tuple[int, ...]
 
@@ -90,7 +91,7 @@ def situations(engine: Engine, contexts: Sequence[Context], method: str | None) 
     found = [Situation(context) for context in contexts]
     _fill(engine, found)
     for depth in range(min(MAX_DRAFTED, engine.info().num_spec_tokens)):
-        asked = [(s, path) for s in found for path in _after(s.drafts, depth)]
+        asked = [(s, path) for s in found for path in _after(s.drafts, depth) if path in s.target]
         for (s, path), seen in zip(asked, _passes(engine, asked, method), strict=True):
             if len(seen.draft) and seen.draft.parents is None:
                 s.probabilistic |= seen.draft.probs is not None

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forerun.check.chi_square import MIN_EXPECTED, POWER
 from forerun.check.equality import REHEARSED, Case, Served, compare, rehearsed, serve
-from forerun.check.law import LENGTH, TOP_K, Evidence, Situation, judge, rows_apart, situations
-from forerun.check.parameters import PARAMETERS, TEMPERATURE, Material, Parameter
+from forerun.check.law import FALSE_ALARM, LENGTH, TOP_K, Evidence, Situation, judge, rows_apart, situations
+from forerun.check.parameters import PARAMETERS, Material, Parameter
 from forerun.check.prompts import PROMPTS
 from forerun.check.report import Check, Outcome, Report, Row
+from forerun.check.summary import summary
 from forerun.check.teacher import Context
 from forerun.errors import ConfigError
 from forerun.request import SamplingParams
@@ -23,7 +23,7 @@ from forerun.spec.control import FixedLength
 if TYPE_CHECKING:
     from forerun.llm import LLM
 
-FALSE_ALARM = 1e-4  # of the whole check
+LAW_TOKENS = 16  # more than a law looks at, so that drafts are not cut
 ROW_DISTANCE = 0.02  # total variation that rows in 16 bits may be apart
 
 
@@ -38,21 +38,28 @@ class Effort:
         num_draws: judged drafts of each context.
     """
 
-    num_prompts: int = 8
-    num_tokens: int = 32
+    num_prompts: int = 6
+    num_tokens: int = 24
     num_contexts: int = 2
-    num_draws: int = 2000
+    num_draws: int = 1000
 
 
+QUICK = Effort()
 THOROUGH = Effort(num_prompts=len(PROMPTS), num_tokens=128, num_contexts=6, num_draws=10_000)
 
 
 def check_lossless(
-    llm: LLM, effort: Effort = Effort(), *, expect_lossy: bool = False, tell: Callable[[str], None] = lambda doing: None
+    llm: LLM,
+    effort: Effort = QUICK,
+    *,
+    parameters: Sequence[Parameter] = PARAMETERS,
+    expect_lossy: bool = False,
+    tell: Callable[[str], object] = lambda doing: None,
 ) -> Report:
     """Compare what speculation says with plain decoding on the same engine.
 
     Args:
+        parameters: those that are checked, beside plain greedy answers.
         expect_lossy: the rule is known to change the text: its differences are counted, not held against it.
         tell: is told what is under way.
     Raises:
@@ -69,9 +76,9 @@ def check_lossless(
         if lossy and not expect_lossy:
             report.rows.append(_lossy_row(report.rule))
         else:
-            _Checker(llm, effort, report, tell).run()
+            _Checker(llm, effort, parameters, report, tell).run()
     report.seconds = time.perf_counter() - started
-    report.words = _words(report, effort)
+    report.words = summary(report, exact=info.device == "cpu")
     return report
 
 
@@ -105,9 +112,17 @@ def _always_drafting(llm: LLM) -> Iterator[None]:
 class _Checker:
     """One run of the check."""
 
-    def __init__(self, llm: LLM, effort: Effort, report: Report, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        effort: Effort,
+        parameters: Sequence[Parameter],
+        report: Report,
+        tell: Callable[[str], object],
+    ) -> None:
         self.llm = llm
         self.effort = effort
+        self.parameters = parameters
         self.report = report
         self.tell = tell
         room = llm.info.max_model_len - effort.num_tokens - LENGTH - 1
@@ -116,68 +131,54 @@ class _Checker:
         texts = PROMPTS[: effort.num_prompts]
         self.prompts = [llm.tokenizer.encode(text)[-room:] for text in texts]
 
-    @property
-    def lossy(self) -> bool:
-        return self.report.lossless == "no"
-
     def run(self) -> None:
         self.tell("answers without speculation")
-        greedy = self._plain([self._greedy_case(prompt, {}) for prompt in self.prompts])
+        greedy = self._plain([self._greedy(seed, prompt) for seed, prompt in enumerate(self.prompts)])
         answers = [output.outputs[0].token_ids for output in greedy.outputs]
-        self.material = Material.of(self.llm, self.prompts, answers)
-        plain = self._plain(list(self._cases()))
+        self.material = Material.of(self.llm.tokenizer, self.prompts, answers)
+        plain = self._plain([*greedy.cases, *self._cases(len(self.prompts))])
         methods = self.llm.info.spec_methods
         for method in methods:
-            self.tell(f"the same with {method}")
-            self._compare(plain, method)
+            self._compare(plain, method, method)
         if len(methods) > 1:
-            self.tell("the same with all methods together")
-            self._compare(plain, None)
-        self.tell("the same with drafts made from the answers")
+            self._compare(plain, None, "all together")
         with rehearsed(self.llm, plain):
             self._compare(plain, None, REHEARSED)
         if self.report.lossless == "law":
-            roots = [answer[:1] for answer in answers]
             for method in methods:
-                self._laws(method, roots)
+                self._laws(method, [answer[:1] for answer in answers])
 
     # -- tokens
 
     def _plain(self, cases: Sequence[Case]) -> Served:
         return serve(self.llm, cases, speculation=False)
 
-    def _greedy_case(self, prompt: list[int], fields: dict[str, object], parameter: str = "none") -> Case:
-        return Case(Check.GREEDY, parameter, prompt, self._params({"temperature": 0} | fields))
+    def _greedy(self, seed: int, prompt: list[int]) -> Case:
+        params = SamplingParams(temperature=0, seed=seed, max_tokens=self.effort.num_tokens)
+        return Case(Check.GREEDY, "temperature 0", prompt, params)
 
-    def _params(self, fields: dict[str, object]) -> SamplingParams:
-        return SamplingParams(**({"max_tokens": self.effort.num_tokens} | fields))  # type: ignore[arg-type]
-
-    def _cases(self) -> Iterator[Case]:
-        """Greedy without more; each parameter drawn where the rule keeps the path of a seed, and greedy at every second
-        prompt, or at all of them where it does not."""
+    def _cases(self, seed: int) -> Iterator[Case]:
+        """Each parameter at each prompt: drawn where the rule keeps the path of a seed, else at temperature 0."""
         path = self.report.lossless != "law"
-        seed = 0
-        for prompt in self.prompts:
-            yield self._greedy_case(prompt, {"seed": (seed := seed + 1)}, "temperature 0")
-        for parameter in PARAMETERS:
+        for parameter in self.parameters:
+            if not (path or parameter.at_zero):
+                continue
             for prompt in self.prompts:
+                params = parameter.params(self.material, seed=seed, max_tokens=self.effort.num_tokens)
+                if not path:
+                    params = dataclasses.replace(params, temperature=0)
+                yield Case(Check.SEEDED if path else Check.GREEDY, parameter.name, prompt, params)
                 seed += 1
-                base = {"seed": seed, "max_tokens": self.effort.num_tokens}
-                params = parameter.params(self.material, **base)
-                if path:
-                    yield Case(Check.SEEDED, parameter.name, prompt, params)
-                elif parameter.name != "temperature":
-                    greedy = dataclasses.replace(params, temperature=0)
-                    yield Case(Check.GREEDY, parameter.name, prompt, greedy)
 
-    def _compare(self, plain: Served, method: str | None, name: str | None = None) -> None:
+    def _compare(self, plain: Served, method: str | None, name: str) -> None:
+        self.tell(f"the same with drafts: {name}")
         drafted = serve(self.llm, plain.cases, method)
-        self.report.rows += compare(self.llm, plain, drafted, name or method or "all", lossy=self.lossy)
+        self.report.rows += compare(self.llm, plain, drafted, name, lossy=self.report.lossless == "no")
 
     # -- laws
 
     def _laws(self, method: str, roots: Sequence[Sequence[int]]) -> None:
-        shaping = [parameter for parameter in PARAMETERS if parameter.shapes]
+        shaping = [parameter for parameter in self.parameters if parameter.shapes]
         level = FALSE_ALARM / (2 * len(shaping) * len(self.llm.info.spec_methods))
         for number, parameter in enumerate(shaping):
             self.tell(f"the law of {self.report.rule} with {method}: {parameter.name}")
@@ -194,7 +195,7 @@ class _Checker:
             top_k=TOP_K,
             temperature=1.0,
             ignore_eos=True,
-            max_tokens=len(root) + LENGTH + self.llm.info.num_spec_tokens + 1,
+            max_tokens=LAW_TOKENS + self.llm.info.num_spec_tokens,
         )
         return Context(prompt, params, tuple(root))
 
@@ -233,7 +234,3 @@ class _Checker:
 def _spread(number: int, count: int, size: int) -> list[int]:
     """`count` places of `size`, others for another number."""
     return [(number + step * max(1, size // count)) % size for step in range(min(count, size))]
-
-
-def _words(report: Report, effort: Effort) -> list[str]:
-    return []

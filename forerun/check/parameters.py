@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from forerun.request import SamplingParams
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM
+    from forerun.models.tokenizer import Tokenizer
 
 TEMPERATURE = 0.8
-NUM_COMMON = 8
+NUM_WORDS = 4
 NUM_ALLOWED = 200
 
 
@@ -22,29 +23,23 @@ class Material:
     """What the model says to the check's prompts without speculation: so that a parameter finds something to change.
 
     Attributes:
-        common: ids that it says most often, most often first.
-        word: a text that it says, for stops.
-        words: texts of single common tokens.
-        end: its first end token, or a common id where it has none.
+        common: ids that it says and reads, most often said first.
+        words: texts of tokens that it says often.
+        stop: texts from the middle of its answers.
     """
 
     common: list[int]
-    word: str
     words: list[str]
-    end: int
+    stop: list[str]
 
     @classmethod
-    def of(cls, llm: LLM, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Material:
-        counts = Counter(token for answer in answers for token in answer)
-        common = [token for token, _ in counts.most_common()]
-        vocabulary = Counter(common + [token for prompt in prompts for token in prompt])
-        common += [token for token in vocabulary if token not in counts]
-        ends = sorted(llm.tokenizer.eos_token_ids)
-        decode = llm.tokenizer.decode
-        texts = [text for token in common[: 4 * NUM_COMMON] if (text := decode([token])).strip()]
-        longest = max(answers, key=len)
-        word = decode(list(longest[len(longest) // 2 : len(longest) // 2 + 2]))
-        return cls(common, word or "\n", texts or ["a"], ends[0] if ends else common[0])
+    def of(cls, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Material:
+        said, read = (Counter(itertools.chain.from_iterable(texts)) for texts in (answers, prompts))
+        common = [token for token, _ in said.most_common()]
+        common += [token for token in read if token not in said]
+        words = [text for token in common if (text := tokenizer.decode([token])).strip()]
+        middles = [tokenizer.decode(answer[len(answer) // 2 :][:2]) for answer in answers[:2]]
+        return cls(common, words[4 : 4 + NUM_WORDS] or words or ["a"], [text for text in middles if text] or ["\n"])
 
 
 @dataclass(frozen=True)
@@ -55,11 +50,13 @@ class Parameter:
         name: of its field.
         fields: what to set, beside the temperature.
         shapes: whether it changes the distribution, so that a law is to be checked.
+        at_zero: whether it does something at temperature 0.
     """
 
     name: str
     fields: Callable[[Material], dict[str, Any]]
     shapes: bool = True
+    at_zero: bool = True
 
     def params(self, material: Material, **others: Any) -> SamplingParams:
         """`others` are what the check needs; the parameter's own fields win."""
@@ -67,14 +64,20 @@ class Parameter:
 
 
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("temperature", lambda m: {"temperature": 0.6}),
-    Parameter("top_k", lambda m: {"top_k": 3}),
-    Parameter("top_p", lambda m: {"top_p": 0.8}),
-    Parameter("stop", lambda m: {"stop": m.word}, shapes=False),
+    Parameter("temperature", lambda m: {"temperature": 0.6}, at_zero=False),
+    Parameter("top_k", lambda m: {"top_k": 3}, at_zero=False),
+    Parameter("top_p", lambda m: {"top_p": 0.8}, at_zero=False),
+    Parameter("min_p", lambda m: {"min_p": 0.1}, at_zero=False),
+    Parameter("presence_penalty", lambda m: {"presence_penalty": 1.5}),
+    Parameter("frequency_penalty", lambda m: {"frequency_penalty": 1.0}),
+    Parameter("repetition_penalty", lambda m: {"repetition_penalty": 1.3}),
+    Parameter("logit_bias", lambda m: {"logit_bias": {m.common[0]: -3.0, m.common[1]: 2.0, m.common[-1]: 5.0}}),
+    Parameter("allowed_token_ids", lambda m: {"allowed_token_ids": m.common[:NUM_ALLOWED]}),
+    Parameter("bad_words", lambda m: {"bad_words": m.words}),
+    Parameter("min_tokens", lambda m: {"min_tokens": 8, "stop_token_ids": m.common[:3]}),
+    Parameter("stop", lambda m: {"stop": m.stop}, shapes=False),
+    Parameter("include_stop_str_in_output", lambda m: {"stop": m.stop, "include_stop_str_in_output": True}, shapes=False),
     Parameter("stop_token_ids", lambda m: {"stop_token_ids": m.common[3:5]}, shapes=False),
-    Parameter(
-        "include_stop_str_in_output", lambda m: {"stop": m.word, "include_stop_str_in_output": True}, shapes=False
-    ),
     Parameter("ignore_eos", lambda m: {"ignore_eos": True}, shapes=False),
     Parameter("skip_special_tokens", lambda m: {"skip_special_tokens": False, "ignore_eos": True}, shapes=False),
     Parameter("max_tokens", lambda m: {"max_tokens": 7}, shapes=False),

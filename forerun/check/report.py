@@ -10,16 +10,16 @@ from typing import Any
 class Outcome(enum.StrEnum):
     SAME = "same"  # every token, text, end and log-probability
     HOLDS = "holds"  # the law is the target's, as far as the draws can tell
-    NOTHING = "nothing shown"  # nobody drafted, or nothing was left to chance
+    NOTHING = "nothing"  # nobody drafted, or nothing was left to chance
     DIFFERS = "differs"  # a lossy rule does what it says
     FAILED = "FAILED"
 
 
 class Check(enum.StrEnum):
-    GREEDY = "greedy tokens"
-    SEEDED = "seeded tokens"
-    LAW = "law"
-    RULE = "rule"
+    GREEDY = "greedy"  # tokens at temperature 0
+    SEEDED = "seeded"  # tokens of a seed
+    LAW = "law"  # the distribution of draws
+    RULE = "rule"  # what it promises
 
 
 @dataclass

@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "Serve a model over HTTP, in OpenAI's form.",
     "generate": "Complete a prompt, here and now.",
     "demo": "Show what speculation brings, on the built-in model.",
+    "check": "Check that speculation keeps its promise, on your own models.",
     "config": "List the keys of --speculative-config, or check one.",
 }
 
