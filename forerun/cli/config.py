@@ -214,10 +214,10 @@ _RULES = f"""\
 8. `spec_tree`: K is its `num_draft_tokens`; another `num_speculative_tokens` is refused, and so are
    `parallel_drafting`, `draft_min_prob` and any `draft_sample_method` but `greedy` beside it. `num_draft_tokens` is at
    most what a tree of that depth and top_k has: top_k + depth * top_k^2.
-9. `rejection_sample_method` `standard` becomes `match` unless a draft is probabilistic: with one-hot and coupled drafts
-   `match` keeps the text, and with one-hot ones both accept the same. With `draft_sample_method` `probabilistic`
-   `standard` is taken where no rule is given, with a warning: it keeps the distribution, not the text of a seed.
-   `match` is refused with it.
+9. `rejection_sample_method` `standard` and `block` become `match` unless a draft is probabilistic: with one-hot and
+   coupled drafts `match` keeps the text, and with one-hot ones all three accept the same. With `draft_sample_method`
+   `probabilistic` `standard` is taken where no rule is given, with a warning: it keeps the distribution, not the text
+   of a seed. `match` is refused with it.
 
 `suffix_decoding_max_cached_requests` is 0 where it is missing, and not 10000 as in vLLM 0.33.0: drafts copy from the
 request's own tokens unless more is asked for, so that no answer's speed depends on what others wrote. With a cache, an

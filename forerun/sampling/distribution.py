@@ -69,7 +69,9 @@ def _top_p_threshold(logprobs: Tensor, top_p: float) -> Tensor:
     return top[min(reached, top.shape[0] - 1)]
 
 
-def draw(logprobs: Tensor, seed: int, choice: int, position: int, stream: Stream = Stream.TARGET) -> int:
+def draw(
+    logprobs: Tensor, seed: int, choice: int, position: int, stream: Stream = Stream.TARGET, place: int = 0
+) -> int:
     """The token that wins at an output position: argmax of log-probability [V] plus its keyed Gumbel noise.
 
     A draft that is drawn from its own distribution with the target's stream is coupled: the more alike the two
@@ -80,5 +82,5 @@ def draw(logprobs: Tensor, seed: int, choice: int, position: int, stream: Stream
     """
     hopeless = logprobs.max() - (MOST_NOISE - LEAST_NOISE + ROUNDING)
     token_ids = (logprobs > hopeless).nonzero().squeeze(1)
-    score = logprobs[token_ids].double() + gumbel(seed, choice, position, token_ids, stream)
+    score = logprobs[token_ids].double() + gumbel(seed, choice, position, token_ids, stream, place)
     return int(token_ids[torch.argmax(score)])

@@ -24,11 +24,19 @@ Word = TypeVar("Word", int, Tensor)
 
 
 class Stream(enum.IntEnum):
-    """Which use random numbers are for: the counter's last word, so that streams are independent of one another."""
+    """Which use random numbers are for: part of the counter's last word, so that streams are independent.
+
+    Within a stream a position may have several `place`s: numbers of a draft that must not come again when a later draft
+    reaches the same output position are keyed by the position of the draft's root and the place in it.
+    """
 
     TARGET = 0  # the target's draws, and those of drafts that are coupled to them
     DRAFT = 1  # a draft's own draws
     ACCEPT = 2  # whether a drafted token is accepted
+
+    def word(self, place: int) -> int:
+        """The counter's last word; `place` is below 2^24."""
+        return int(self) | place << 8
 
 
 def philox(counter: tuple[Tensor, int, int, int], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -65,8 +73,10 @@ def _key(seed: int) -> tuple[int, int]:
     return seed & MASK, (seed >> 32) & MASK
 
 
-def gumbel(seed: int, choice: int, position: int, token_ids: Tensor, stream: Stream = Stream.TARGET) -> Tensor:
-    """Gumbel noise of tokens at one output position: a pure function of seed, choice, position, stream and token id.
+def gumbel(
+    seed: int, choice: int, position: int, token_ids: Tensor, stream: Stream = Stream.TARGET, place: int = 0
+) -> Tensor:
+    """Gumbel noise of tokens at one output position: a pure function of its arguments, token by token.
 
     Args:
         token_ids: [N] int64.
@@ -76,13 +86,13 @@ def gumbel(seed: int, choice: int, position: int, token_ids: Tensor, stream: Str
     span = int(token_ids.max()) // 4 + 1  # four tokens share a counter
     dense = token_ids.shape[0] > span
     counters = torch.arange(span, device=token_ids.device) if dense else token_ids >> 2
-    words = torch.stack(philox((counters, position, choice, stream), _key(seed)), dim=1)
+    words = torch.stack(philox((counters, position, choice, stream.word(place)), _key(seed)), dim=1)
     own = words.flatten()[token_ids] if dense else words.gather(1, (token_ids & 3).unsqueeze(1)).squeeze(1)
     uniform = (own.double() + 0.5) / 2.0**32  # in (0, 1), never 0 or 1
     return -torch.log(-torch.log(uniform))
 
 
-def uniform(seed: int, choice: int, position: int, stream: Stream) -> float:
+def uniform(seed: int, choice: int, position: int, stream: Stream, place: int = 0) -> float:
     """One number in [0, 1), of 53 bits, at an output position: a pure function of its arguments."""
-    first, second, _, _ = _rounds(0, position, choice, int(stream), _key(seed))
+    first, second, _, _ = _rounds(0, position, choice, stream.word(place), _key(seed))
     return ((first << 21) | (second >> 11)) / 2.0**53

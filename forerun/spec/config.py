@@ -143,7 +143,7 @@ class SpeculativeConfig:
 
     Attributes:
         methods: the proposers in the order in which they are asked: a request takes the first draft that is not empty.
-        rejection_sample_method: "match", or "standard" where a draft is probabilistic.
+        rejection_sample_method: "match", or "standard" or "block" where a draft is probabilistic.
         num_speculative_tokens_per_batch_size: ranges (start, end, K) of the number of decoding requests, without gaps;
             beyond the last the last K holds. (): K whatever the number.
         warnings: what the user should know about how it was resolved; not part of equality.
@@ -179,9 +179,10 @@ class SpeculativeConfig:
         if rule == "match" and probabilistic:
             refuse(
                 'rejection_sample_method="match" does not go with draft_sample_method="probabilistic", whose drafts it '
-                'cannot judge: give "standard", or draft_sample_method="coupled"'
+                'cannot judge: give "standard" or "block", or draft_sample_method="coupled"'
             )
-        return rule if probabilistic else "match"  # one-hot drafts: both accept the same, and match keeps the text
+        # One-hot drafts: all three accept the same, and match keeps the text
+        return rule if probabilistic else "match"
 
     @property
     def is_complete(self) -> bool:

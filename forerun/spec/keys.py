@@ -373,7 +373,12 @@ def _common_keys() -> Iterable[Key]:
                 "accept / residual: same distribution; without probabilistic drafts it is `match`",
                 Status.SERVED,
             ),
-            Choice("block", "block verification: same distribution"),
+            Choice(
+                "block",
+                "block verification: same distribution, never fewer tokens than `standard`; without probabilistic "
+                "drafts it is `match`",
+                Status.SERVED,
+            ),
             Choice("fly", "entropy-gated deferral: lossy"),
             Choice("synthetic", "accepts by chance: for benchmarks only"),
             Choice("strict", 'removed from vLLM: use "standard" with draft_sample_method "greedy"', Status.NEVER),
@@ -502,8 +507,8 @@ def _model_keys() -> Iterable[Key]:
             Choice("coupled", "drawn with the target's own noise: same seed, same text", Status.SERVED),
             Choice(
                 "probabilistic",
-                "drawn from the draft's distribution: needs rejection_sample_method `standard`; same distribution, "
-                "but not the same text",
+                "drawn from the draft's distribution: goes with every rejection_sample_method but `match`; with "
+                "`standard` and `block` same distribution, but not the same text",
                 Status.SERVED,
             ),
         ),

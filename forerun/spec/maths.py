@@ -41,6 +41,36 @@ def residual_distribution(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return torch.where(mass > 0, residual / mass, target_probs)
 
 
+def block_acceptance(target_probs: Tensor, draft_probs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """How block verification judges a chain of drafted tokens as a whole.
+
+    With an independent uniform number for each token, the accepted length is the largest i whose number is below
+    thresholds[i - 1], or 0; after i < K tokens the next one is drawn from
+    `residual_distribution(ratios[i] * target_probs[i], draft_probs[i])`, after K from the target.
+
+    Args:
+        target_probs, draft_probs: [K, V] floating, each row sums to 1: row i follows the first i drafted tokens.
+        token_ids: [K] int64, the token drawn from each row of `draft_probs`, which must be above 0 there.
+    Returns:
+        ratios: [K + 1], same dtype: the running ratio target / draft of the first i tokens, cut to 1 at each; 1 for
+            none. Given the first i drafted tokens it is the chance that at least i stand.
+        thresholds: [K], same dtype, in [0, 1].
+    Raises:
+        ValueError: the shapes differ.
+    Source: Sun et al. 2024, arXiv 2403.10444.
+    """
+    _check_shapes(target_probs, draft_probs)
+    target, draft = (probs.gather(1, token_ids.unsqueeze(1)).squeeze(1) for probs in (target_probs, draft_probs))
+    ratios = [1.0]
+    for ratio in (target / draft).tolist():
+        ratios.append(min(ratios[-1] * ratio, 1.0))
+    running = target_probs.new_tensor(ratios)
+    left = (running[1:-1, None] * target_probs[1:] - draft_probs[1:]).clamp(min=0.0).sum(dim=-1)
+    total = left + 1 - running[1:-1]
+    inner = torch.where(total > 0, left / total, 1.0)
+    return running, torch.cat([inner, running[-1:]])
+
+
 def _check_shapes(target_probs: Tensor, draft_probs: Tensor) -> None:
     if target_probs.shape != draft_probs.shape:
         raise ValueError(

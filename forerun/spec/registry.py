@@ -14,6 +14,7 @@ from forerun.spec.proposers.ngram import NgramProposer
 from forerun.spec.proposers.ngram_mod import NgramModProposer
 from forerun.spec.proposers.suffix import SuffixProposer
 from forerun.spec.verifier import Verifier
+from forerun.spec.verifiers.block import BlockVerifier
 from forerun.spec.verifiers.match import MatchVerifier
 from forerun.spec.verifiers.standard import StandardVerifier
 
@@ -27,7 +28,11 @@ WITH_WEIGHTS: dict[str, Callable[[MethodConfig, TargetInfo, str], Proposer]] = {
     "eagle": load_eagle,
     "eagle3": load_eagle,
 }
-VERIFIERS: dict[str, Callable[[], Verifier]] = {"match": MatchVerifier, "standard": StandardVerifier}
+VERIFIERS: dict[str, Callable[[], Verifier]] = {
+    "match": MatchVerifier,
+    "standard": StandardVerifier,
+    "block": BlockVerifier,
+}
 
 
 def make_proposer(config: SpeculativeConfig | None, target: TargetInfo) -> FirstOf:

@@ -37,6 +37,7 @@ def test_each_part_of_the_key_matters() -> None:
     assert torch.equal(base, gumbel(1, 0, 0, ids(50)))
     for other in [(2, 0, 0), (1 + 2**32, 0, 0), (1, 1, 0), (1, 0, 1)]:
         assert not torch.isclose(base, gumbel(*other, ids(50))).any()
+    assert not torch.isclose(base, gumbel(1, 0, 0, ids(50), place=1)).any()
 
 
 def test_a_token_has_the_same_noise_among_any_others() -> None:
@@ -101,6 +102,7 @@ def test_uniforms_are_uniform_and_depend_on_all_of_their_key() -> None:
         assert float((law - empirical).abs().max()) < 2.7 / 5000**0.5
     keys = [(1, 0, 0), (2, 0, 0), (1 + 2**32, 0, 0), (1, 1, 0), (1, 0, 1)]
     assert len({uniform(*key, Stream.ACCEPT) for key in keys} | {uniform(1, 0, 0, Stream.DRAFT)}) == len(keys) + 1
+    assert len({uniform(1, 0, 0, Stream.ACCEPT, place) for place in range(9)}) == 9
 
 
 def test_plain_numbers_go_through_the_same_generator() -> None:

@@ -312,8 +312,8 @@ def test_a_bad_text_is_refused_where_it_is_bad(text: str, parts: list[str]) -> N
             ['rejection_sample_method="match"', 'draft_sample_method="probabilistic"', '"standard"', "coupled"],
         ),
         (
-            DRAFT | {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
-            ['rejection_sample_method="block"', "not served yet"],
+            DRAFT | {"draft_sample_method": "probabilistic", "rejection_sample_method": "strict"},
+            ['rejection_sample_method="strict"', "removed"],
         ),
         ({"model": "package.module.Class"}, ['"custom_class"', "run code"]),
         ({"model": "draft.gguf"}, ['"draft_model"', "num_speculative_tokens"]),
@@ -595,10 +595,11 @@ def test_probabilistic_drafts_take_the_standard_rule_and_say_what_that_keeps() -
     assert asked.warnings == ()
     one_of_two = SpeculativeConfig.parse({"method": [SUFFIX, given]})
     assert one_of_two.rejection_sample_method == "standard"
+    assert SpeculativeConfig.parse(given | {"rejection_sample_method": "block"}).rejection_sample_method == "block"
 
 
 @pytest.mark.parametrize("sampled", ["greedy", "coupled"])
-@pytest.mark.parametrize("rule", ["match", "standard", None])
+@pytest.mark.parametrize("rule", ["match", "standard", "block", None])
 def test_other_drafts_are_matched(sampled: str, rule: str | None) -> None:
     given = DRAFT | {"draft_sample_method": sampled, "rejection_sample_method": rule}
     config = SpeculativeConfig.parse(given)

@@ -44,18 +44,25 @@ def target_law(model_path: Path, prompt: list[int]) -> dict[tuple[int, ...], flo
 DRAFTERS = ["draft_model", "eagle3"]  # the head knows a part of the target's vocabulary
 
 
-def probabilistic(method: str, drafts: DraftModels, length: int, min_prob: float = 0.0) -> dict[str, Any]:
-    keys = {"draft_sample_method": "probabilistic", "draft_min_prob": min_prob, "num_speculative_tokens": length}
-    return METHODS[method](drafts) | keys
+def probabilistic(method: str, drafts: DraftModels, length: int, **rest: Any) -> dict[str, Any]:
+    keys = {"draft_sample_method": "probabilistic", "num_speculative_tokens": length}
+    return METHODS[method](drafts) | keys | rest
 
 
-@pytest.mark.parametrize("min_prob", [0.0, 0.6], ids=["whole_drafts", "cut_drafts"])
-@pytest.mark.parametrize("method", DRAFTERS)
-def test_texts_follow_the_targets_law(
-    tiny_model: Path, draft_models: DraftModels, method: str, min_prob: float
-) -> None:
+WAYS = {
+    "whole_drafts": {},
+    "cut_drafts": {"draft_min_prob": 0.6},
+    "block": {"rejection_sample_method": "block"},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "way"),
+    [("draft_model", "whole_drafts"), ("draft_model", "block"), ("eagle3", "whole_drafts"), ("eagle3", "cut_drafts")],
+)
+def test_texts_follow_the_targets_law(tiny_model: Path, draft_models: DraftModels, method: str, way: str) -> None:
     prompt = prompts(1, seed=12)[0][:12]
-    spec = probabilistic(method, draft_models, 2, min_prob)
+    spec = probabilistic(method, draft_models, 2, **WAYS[way])
     engine = make_engine(tiny_model, spec, max_num_seqs=256, max_num_batched_tokens=2048)
     params = SamplingParams(temperature=1.0, top_k=TOP_K, max_tokens=LENGTH, ignore_eos=True)
     results = run(engine, [(prompt, params)] * COUNT, check=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,100 +16,34 @@ from forerun.sampling.distribution import draw, processed_logprobs
 from forerun.sampling.noise import Stream
 from forerun.spec.proposer import Draft, RequestDraft
 from forerun.spec.registry import VERIFIERS
-from forerun.spec.verifier import RequestVerdict
 from forerun.spec.verifiers.match import MatchVerifier
 from forerun.spec.verifiers.standard import StandardVerifier
-
-V = 3
-
-
-class Outcomes(StandardVerifier):
-    """The real rule, with every random decision taken from a list; each unlisted one goes to its first outcome."""
-
-    def __init__(self, decisions: list[int]) -> None:
-        self.decisions = decisions
-        self.weights: list[list[float]] = []  # of the outcomes of each decision that was met
-
-    def choose(self, weights: list[float]) -> int:
-        place = len(self.weights)
-        self.weights.append(weights)
-        if place == len(self.decisions):
-            self.decisions.append(0)
-        return self.decisions[place]
-
-    def accepts(self, probability: float, rows: SamplingRows, position: int) -> bool:
-        return self.choose([1 - probability, probability]) == 1
-
-    def draw_row(self, logits: Tensor, rows: SamplingRows, position: int) -> int:
-        return self.choose(processed_logprobs(logits, rows.params).exp().tolist())
-
-    def draw_residual(self, probs: Tensor, rows: SamplingRows, position: int) -> int:
-        return self.choose(probs.tolist())
-
-
-def every_outcome(draft: RequestDraft, logits: Tensor, rows: SamplingRows) -> Iterator[tuple[float, RequestVerdict]]:
-    """Each way the decisions can go, with its probability."""
-    decisions: list[int] = []
-    while True:
-        rule = Outcomes(decisions)
-        verdict = rule.verify(Draft({"r": draft}), logits, [rows]).by_request["r"]
-        del decisions[len(rule.weights) :]
-        yield math.prod(w[d] for w, d in zip(rule.weights, decisions, strict=True)), verdict
-        while decisions and decisions[-1] + 1 == len(rule.weights[len(decisions) - 1]):
-            decisions.pop()
-        if not decisions:
-            return
-        decisions[-1] += 1
-
-
-weights = st.one_of(st.just(0.0), st.floats(0.01, 1))
-distributions = st.lists(weights, min_size=V, max_size=V).filter(any).map(lambda w: [x / sum(w) for x in w])
+from tests.spec.outcomes import MOST, Text, V, all_drafts, assert_law, chi_square, distributions, judged, texts
 
 
 @settings(max_examples=60, deadline=None)
 @given(length=st.integers(0, 2), data=st.data())
 def test_law_of_the_emitted_tokens_is_the_targets(length: int, data: st.DataObject) -> None:
     """Sum over every draft, every acceptance and every draw. Both p and q depend on the tokens before, as they do."""
-    paths = [p for n in range(length + 1) for p in itertools.product(range(V), repeat=n)]
-    target = {path: data.draw(distributions) for path in paths}
-    proposal = {path: data.draw(distributions) for path in paths if len(path) < length}
-    rows = SamplingRows("r", SamplingParams(), 0, 0, 0, length + 1, 0)
-    emitted: dict[tuple[int, ...], float] = {}
-    for drafted in itertools.product(range(V), repeat=length):
-        q = [proposal[drafted[:k]] for k in range(length)]
-        drawn = math.prod(row[x] for row, x in zip(q, drafted, strict=True))
-        if drawn == 0:
-            continue
-        logits = torch.tensor([target[drafted[:k]] for k in range(length + 1)], dtype=torch.float64).log()
-        draft = RequestDraft(list(drafted), "t", probs=torch.tensor(q, dtype=torch.float64).reshape(length, V))
-        for probability, verdict in every_outcome(draft, logits, rows):
-            if probability:
-                tokens = tuple(verdict.token_ids)
-                assert list(tokens[:-1]) == [drafted[node] for node in verdict.accepted]
-                emitted[tokens] = emitted.get(tokens, 0.0) + drawn * probability
-
-    # Emitted texts have different lengths: compare what each prefix has after it, by the law of plain decoding.
-    assert sum(emitted.values()) == pytest.approx(1.0)
-    mass: dict[tuple[int, ...], float] = {}
-    for tokens, probability in emitted.items():
-        for n in range(len(tokens) + 1):
-            mass[tokens[:n]] = mass.get(tokens[:n], 0.0) + probability
-    for path in paths:
-        following = [mass.get((*path, x), 0.0) for x in range(V)]
-        if sum(following):
-            assert following == pytest.approx([sum(following) * p for p in target[path]], abs=1e-9)
+    target = {text: data.draw(distributions) for text in texts(length)}
+    proposal = {text: data.draw(distributions) for text in target if len(text) < length}
+    emitted: dict[Text, float] = {}
+    for drafted, drawn in all_drafts(proposal, length):
+        for probability, verdict in judged(StandardVerifier, target, proposal, drafted):
+            tokens = tuple(verdict.token_ids)
+            assert list(tokens[:-1]) == [drafted[node] for node in verdict.accepted]
+            emitted[tokens] = emitted.get(tokens, 0.0) + drawn * probability
+    assert_law(emitted, target)
 
 
 @settings(max_examples=60, deadline=None)
 @given(target=distributions, proposal=distributions)
 def test_rate_of_acceptance_is_one_minus_the_total_variation(target: list[float], proposal: list[float]) -> None:
-    logits = torch.tensor([target, [1.0, 1.0, 1.0]], dtype=torch.float64).log()
-    rows = SamplingRows("r", SamplingParams(), 0, 0, 0, 2, 0)
+    after = {(): target} | {(x,): [1 / V] * V for x in range(V)}
     rate = 0.0
-    for x in range(V):
-        draft = RequestDraft([x], "t", probs=torch.tensor([proposal], dtype=torch.float64))
-        if proposal[x]:
-            rate += proposal[x] * sum(p for p, verdict in every_outcome(draft, logits, rows) if verdict.accepted)
+    for drafted, drawn in all_drafts({(): proposal}, 1):
+        outcomes = judged(StandardVerifier, after, {(): proposal}, drafted)
+        rate += drawn * sum(probability for probability, verdict in outcomes if verdict.accepted)
     assert rate == pytest.approx(sum(map(min, target, proposal)), abs=1e-9)
 
 
@@ -192,42 +124,6 @@ def test_it_is_registered_by_its_name() -> None:
 
 
 # -- drawn, with the real noise
-
-MOST = 55.5  # chi-square at 15 degrees of freedom: exceeded with p = 1.5e-6
-
-
-def chi_square(rule: MatchVerifier, num_draws: int) -> float:
-    """Pairs of tokens from a decoding loop with drafts of two, against the law: 16 cells of 20 or more expected.
-
-    The draft's distributions are the target's in reverse, 0 to 0.47 apart from them in total variation; both depend on
-    the first token. An error d in total variation of the pairs has a noncentrality of at least 4 num_draws d^2: with
-    10,000 draws and d = 0.05 the test fails with probability above 0.999.
-    """
-    params = SamplingParams()
-    target = [
-        torch.tensor(w) for w in ([0.1, -0.6, 0.7, -0.3], [1.0, 0.2, -0.4, 0.1], [0.0] * 4, [-0.5, 0.3, 0.8, 0.0])
-    ]
-    first = torch.tensor([0.5, 0.9, -0.4, -0.2])
-    after = {(): first, **{(x,): target[x] for x in range(4)}}
-    q = {path: logits.flip(0).softmax(0) for path, logits in after.items()}
-    counts = torch.zeros(4, 4)
-    for seed in range(num_draws):
-        text: list[int] = []
-        while len(text) < 2:
-            path = tuple(text)
-            drafted: list[int] = []
-            while len(path) < 2:
-                drafted.append(draw(q[path].log(), seed, 0, len(path), Stream.DRAFT))
-                path = (*path, drafted[-1])
-            known = [(*text, *drafted[:k]) for k in range(len(drafted))]
-            draft = RequestDraft(drafted, "t", probs=torch.stack([q[k] for k in known]))
-            logits = torch.stack([*(after[k] for k in known), torch.zeros(4)])
-            rows = SamplingRows("r", params, seed, 0, 0, len(drafted) + 1, len(text))
-            text += rule.verify(Draft({"r": draft}), logits, [rows]).by_request["r"].token_ids
-        counts[text[0], text[1]] += 1
-    law = first.softmax(0).unsqueeze(1) * torch.stack([t.softmax(0) for t in target])
-    assert law.min() * num_draws >= 20
-    return float(((counts - law * num_draws) ** 2 / (law * num_draws)).sum())
 
 
 class FromTarget(StandardVerifier):

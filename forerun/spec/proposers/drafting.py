@@ -85,12 +85,14 @@ class Chooser:
     def _draw(self, job: Job, logits: Tensor, total: float) -> tuple[int, float, Tensor | None]:
         """A token in target ids, its probability before any processing, and the distribution it was drawn from where
         that is to be kept. logits: [V]; total: their logsumexp."""
-        request, position = job.request, job.request.num_output_tokens + len(job.tokens)
+        request, place = job.request, len(job.tokens)
         coupled = self._sample_method == "coupled"
         logits = self.vocabulary.in_target_ids(logits)
         logprobs = processed_logprobs(logits, request.params)
-        stream = Stream.TARGET if coupled else Stream.DRAFT
-        token = draw(logprobs, request.seed, request.choice, position, stream=stream)
+        root = request.num_output_tokens
+        # A rule may look at a token beyond the one that it rejects: the next draft of that position needs new noise.
+        keys = (root + place, Stream.TARGET, 0) if coupled else (root, Stream.DRAFT, place)
+        token = draw(logprobs, request.seed, request.choice, *keys)
         own_prob = float(torch.exp(logits[token] - total))
         if coupled:
             return token, own_prob, None

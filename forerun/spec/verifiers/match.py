@@ -6,6 +6,8 @@ a drafted token x is accepted with probability p(x), as often as rejection sampl
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from forerun.request import FinishReason
@@ -15,6 +17,13 @@ from forerun.spec.proposer import Draft, RequestDraft
 from forerun.spec.verifier import RequestVerdict, Verdict
 
 
+class BestTokens(NamedTuple):
+    """Of each row of a step: the most likely token, and whether the row can be drawn from."""
+
+    token_ids: list[int]
+    finite: list[bool]
+
+
 class MatchVerifier:
     """Keeps the path of drafted tokens that the target draws itself. Greedy is its limit at temperature 0."""
 
@@ -22,24 +31,26 @@ class MatchVerifier:
     lossless = "path"
 
     def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
-        greedy, finite = most_likely(target_logits)
-        return Verdict(
-            {r.request_id: self._walk(draft.of(r.request_id), target_logits, r, greedy, finite) for r in sampling}
-        )
+        best = BestTokens(*most_likely(target_logits))
+        return Verdict({r.request_id: self.judge(draft.of(r.request_id), target_logits, r, best) for r in sampling})
 
-    def _walk(
-        self, draft: RequestDraft, logits: Tensor, rows: SamplingRows, greedy: list[int], finite: list[bool]
-    ) -> RequestVerdict:
-        """From the root, follow the child that holds the row's token until there is none."""
+    def judge(self, draft: RequestDraft, logits: Tensor, rows: SamplingRows, best: BestTokens) -> RequestVerdict:
+        """The verdict on one request: from the root, follow the child that holds the row's token until there is none.
+
+        Args:
+            logits: [R, V], all rows of the step, which `rows` and `best` index.
+        """
         verdict = RequestVerdict([], [], num_drafted=len(draft))
         node = -1
         while True:
             row = rows.first_row + 1 + node
             position = rows.position + len(verdict.accepted)
-            if not finite[row]:
+            if not best.finite[row]:
                 verdict.finish_reason = FinishReason.ERROR
                 return verdict
-            token = greedy[row] if rows.params.greedy else self.next_token(logits[row], rows, position, draft, node)
+            token = (
+                best.token_ids[row] if rows.params.greedy else self.next_token(logits[row], rows, position, draft, node)
+            )
             verdict.token_ids.append(token)
             child = find_child(draft, node, token)
             if child is None:

@@ -45,9 +45,13 @@ class StandardVerifier(MatchVerifier):
             return token
         return self.draw_residual(residual_distribution(*both)[0], rows, position)
 
-    def accepts(self, probability: float, rows: SamplingRows, position: int) -> bool:
-        """Whether to keep a drafted token; a method so that tests can enumerate the outcomes."""
-        return uniform(rows.seed, rows.choice, position, Stream.ACCEPT) < probability
+    def accepts(self, probability: float, rows: SamplingRows, position: int, place: int = 0) -> bool:
+        """Whether to keep a drafted token; a method so that tests can enumerate the outcomes.
+
+        Args:
+            place: keys further coins at the same output position.
+        """
+        return uniform(rows.seed, rows.choice, position, Stream.ACCEPT, place) < probability
 
     def draw_residual(self, probs: Tensor, rows: SamplingRows, position: int) -> int:
         """A token from the residual [V], with the target's own noise; a method for the same reason."""
