@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,7 +26,7 @@ class ChiSquare:
     statistic: float = 0.0
     degrees: int = 0
     num_draws: int = 0
-    impossible: int = field(default=0)
+    impossible: int = 0
 
     def add(self, seen: Sequence[int], probabilities: Sequence[float], impossible: int = 0) -> None:
         """A sample of `sum(seen) + impossible` draws. The rarest cells are pooled until each expects MIN_EXPECTED."""
@@ -36,6 +36,13 @@ class ChiSquare:
         cells = pooled(seen, [p * num_draws for p in probabilities])
         self.statistic += sum((count - expected) ** 2 / expected for count, expected in cells)
         self.degrees += max(0, len(cells) - 1)
+
+    def join(self, other: ChiSquare) -> None:
+        """Add the samples of another test, which must be independent of these."""
+        self.statistic += other.statistic
+        self.degrees += other.degrees
+        self.num_draws += other.num_draws
+        self.impossible += other.impossible
 
     @property
     def p_value(self) -> float:

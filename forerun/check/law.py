@@ -145,12 +145,26 @@ def rows_apart(situation: Situation) -> float:
 
 @dataclass
 class Evidence:
-    """The two tests of a row, over all its situations: of the first token, and of LENGTH tokens."""
+    """What speaks for or against a law, over several situations.
+
+    Attributes:
+        first, joint: of the first token, and of LENGTH tokens.
+        apart: see `rows_apart`, the largest.
+    """
 
     first: ChiSquare = field(default_factory=ChiSquare)
     joint: ChiSquare = field(default_factory=ChiSquare)
     num_drafted: int = 0
     num_accepted: int = 0
+    apart: float = 0.0
+
+    def join(self, other: Evidence) -> None:
+        """Add what is known from other situations."""
+        self.first.join(other.first)
+        self.joint.join(other.joint)
+        self.num_drafted += other.num_drafted
+        self.num_accepted += other.num_accepted
+        self.apart = max(self.apart, other.apart)
 
 
 def judge(verifier: Verifier, situation: Situation, num_draws: int, seed: int, evidence: Evidence) -> None:
@@ -162,6 +176,7 @@ def judge(verifier: Verifier, situation: Situation, num_draws: int, seed: int, e
         emitted[tokens] += 1
         evidence.num_accepted += num_accepted
     evidence.num_drafted += sum(map(len, drafted))
+    evidence.apart = max(evidence.apart, rows_apart(situation))
     _add(evidence, situation, _completed(situation, emitted, generator))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forerun.check.equality import REHEARSED, Case, Served, compare, rehearsed, serve
-from forerun.check.law import FALSE_ALARM, LENGTH, TOP_K, Evidence, Situation, judge, rows_apart, situations
+from forerun.check.law import FALSE_ALARM, LENGTH, TOP_K, Evidence, judge, situations
 from forerun.check.parameters import PARAMETERS, Material, Parameter
 from forerun.check.prompts import PROMPTS
 from forerun.check.report import Check, Outcome, Report, Row
@@ -125,6 +125,7 @@ class _Checker:
         self.parameters = parameters
         self.report = report
         self.tell = tell
+        self.exact = llm.info.device == "cpu"
         room = llm.info.max_model_len - effort.num_tokens - LENGTH - 1
         if room < 1:
             raise ConfigError(f"max_model_len={llm.info.max_model_len} leaves no room for the check: give at least 256")
@@ -178,16 +179,23 @@ class _Checker:
     # -- laws
 
     def _laws(self, method: str, roots: Sequence[Sequence[int]]) -> None:
+        """A row a parameter, and one for all of them together, which finds what is wrong everywhere soonest."""
         shaping = [parameter for parameter in self.parameters if parameter.shapes]
-        level = FALSE_ALARM / (2 * len(shaping) * len(self.llm.info.spec_methods))
+        level = FALSE_ALARM / (2 * (len(shaping) + 1) * len(self.llm.info.spec_methods))
+        whole = Evidence()
         for number, parameter in enumerate(shaping):
-            self.tell(f"the law of {self.report.rule} with {method}: {parameter.name}")
-            contexts = [
-                self._context(parameter, self.prompts[place], roots[place])
-                for place in _spread(number, self.effort.num_contexts, len(self.prompts))
-            ]
-            found = situations(self.llm.engine, contexts, method)
-            self.report.rows.append(self._law_row(parameter, method, found, level))
+            self.tell(f"the law of {self.report.rule}: {parameter.name}, drafts {method}")
+            places = _spread(number, self.effort.num_contexts, len(self.prompts))
+            contexts = [self._context(parameter, self.prompts[place], roots[place]) for place in places]
+            evidence = Evidence()
+            for place, situation in zip(places, situations(self.llm.engine, contexts, method), strict=True):
+                if situation.trials:
+                    seed = number * len(self.prompts) + place
+                    judge(self.llm.engine.verifier, situation, self.effort.num_draws, seed, evidence)
+            whole.join(evidence)
+            self._judged(parameter.name, method, evidence, level)
+        if len(shaping) > 1:
+            self._judged("all of these", method, whole, level)
 
     def _context(self, parameter: Parameter, prompt: list[int], root: Sequence[int]) -> Context:
         params = parameter.params(
@@ -199,36 +207,34 @@ class _Checker:
         )
         return Context(prompt, params, tuple(root))
 
-    def _law_row(self, parameter: Parameter, method: str, found: Sequence[Situation], level: float) -> Row:
-        evidence, apart = Evidence(), 0.0
-        for seed, situation in enumerate(found):
-            if situation.trials:
-                judge(self.llm.engine.verifier, situation, self.effort.num_draws, seed, evidence)
-                apart = max(apart, rows_apart(situation))
+    def _judged(self, name: str, method: str, evidence: Evidence, level: float) -> None:
         first, joint = evidence.first, evidence.joint
-        row = Row(Check.LAW, method, parameter.name, Outcome.HOLDS, joint.num_draws)
-        row.num_drafted, row.num_accepted = evidence.num_drafted, evidence.num_accepted
+        row = Row(Check.LAW, method, name, Outcome.HOLDS, joint.num_draws, evidence.num_drafted, evidence.num_accepted)
         row.p_value = min(1.0, 2 * min(first.p_value, joint.p_value))
         row.detectable = joint.detectable(level)
-        exact = self.llm.info.device == "cpu"
-        if first.impossible or joint.impossible:
-            row.outcome = Outcome.FAILED
-            row.detail = f"{max(first.impossible, joint.impossible)} times a token that the target cannot say"
-        elif apart > (0.0 if exact else ROW_DISTANCE):
-            row.outcome = Outcome.FAILED
-            row.detail = (
-                f"a distribution after drafted tokens is not the one after the same tokens as output: {apart:.2g} apart "
-                "in total variation"
-            )
-        elif min(first.p_value, joint.p_value) < level:
-            row.outcome = Outcome.FAILED
-            which = "the first token" if first.p_value <= joint.p_value else f"{LENGTH} tokens"
-            row.detail = f"the draws of {which} do not follow the target's law"
+        self.report.rows.append(row)
+        if fault := _fault(evidence, level, 0.0 if self.exact else ROW_DISTANCE):
+            row.outcome, row.detail = Outcome.FAILED, fault
         elif not evidence.num_drafted:
             row.outcome, row.detail = Outcome.NOTHING, "0 tokens drafted: nothing was shown by this row"
         elif row.detectable is None:
             row.outcome, row.detail = Outcome.NOTHING, "the target leaves one token: nothing was shown by this row"
-        return row
+
+
+def _fault(evidence: Evidence, level: float, allowed: float) -> str | None:
+    """What speaks against a law, in words. allowed: how far apart rows may be that should be the same."""
+    first, joint = evidence.first, evidence.joint
+    if evidence.apart > allowed:
+        return (
+            f"a distribution after drafted tokens is not the one after the same tokens as output: {evidence.apart:.2g} "
+            "apart in total variation"
+        )
+    if impossible := max(first.impossible, joint.impossible):
+        return f"{impossible} times a token that the target cannot say"
+    if min(first.p_value, joint.p_value) < level:
+        which = "the first token" if first.p_value <= joint.p_value else f"{LENGTH} tokens"
+        return f"the draws of {which} do not follow the target's law (p = {min(first.p_value, joint.p_value):.1g})"
+    return None
 
 
 def _spread(number: int, count: int, size: int) -> list[int]:

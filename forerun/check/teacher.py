@@ -12,6 +12,8 @@ from torch import Tensor
 
 from forerun.engine.engine import Engine
 from forerun.engine.messages import NewRequest
+from forerun.engine.outputs import OutputProcessor
+from forerun.engine.plan import Plan
 from forerun.request import FinishReason, Request, SamplingParams
 from forerun.sampling.distribution import processed_logprobs
 from forerun.sampling.noise import gumbel
@@ -84,6 +86,13 @@ class Teacher:
         return verdict
 
 
+class _Unjudged(OutputProcessor):
+    """No text, so no stop and no end: what is written for a request may hold either."""
+
+    def judge(self, plan: Plan, verdict: Verdict) -> None:
+        return None
+
+
 def passes(
     engine: Engine, contexts: Sequence[Context], *, speculation: bool = False, method: str | None = None
 ) -> list[Pass]:
@@ -134,14 +143,14 @@ def _in_charge(
         there = request.num_output_tokens == len(scripts[request.request_id])
         return RequestDraft(list(drafts[request.request_id][:length]) if there else [], "teacher")
 
-    verifier, proposer = engine.verifier, engine.proposer
-    engine.verifier = teacher
+    verifier, proposer, outputs = engine.verifier, engine.proposer, engine.outputs
+    engine.verifier, engine.outputs = teacher, _Unjudged(outputs.tokenizer)
     if drafts:
         engine.proposer = ScriptedProposer(script)
     try:
         yield
     finally:
-        engine.verifier, engine.proposer = verifier, proposer
+        engine.verifier, engine.proposer, engine.outputs = verifier, proposer, outputs
 
 
 def top_two(engine: Engine, context: Context) -> tuple[float, list[int]]:

@@ -68,7 +68,7 @@ class CoinForTheResidual(StandardVerifier):
 class CoinForTheStep(StandardVerifier):
     """One coin accepts or rejects all tokens of a draft."""
 
-    def accepts(self, probability: float, rows: SamplingRows, position: int) -> bool:
+    def accepts(self, probability: float, rows: SamplingRows, position: int, place: int = 0) -> bool:
         return super().accepts(probability, rows, rows.position)
 
 
