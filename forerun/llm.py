@@ -217,7 +217,10 @@ class LLM:
         return [operator.index(token) for token in prompt]
 
     def _speculation(self, params: SamplingParams) -> RequestSpeculation:
-        return request_speculation(params.speculative_config, self.info.spec_methods, self.info.num_spec_tokens)
+        info = self.info
+        return request_speculation(
+            params.speculative_config, info.spec_methods, info.num_spec_tokens, info.rejection_sample_method
+        )
 
     def _run(
         self,
@@ -269,6 +272,7 @@ def _choices(result: RequestOutput, params: SamplingParams, drafts: RequestSpecu
             choice=choice,
             max_draft_tokens=drafts.max_draft_tokens,
             draft_methods=drafts.draft_methods,
+            rejection_sample_method=drafts.rejection_sample_method,
         )
         for choice in range(params.num_answers)
     ]

@@ -157,7 +157,8 @@ class SamplingParams:
         thinking_token_budget: when reasoning has lasted so many tokens, its end tag is written; None or -1: no bound.
         extra_args: what the registered logits processors are given (`vllm_xargs` in a request body).
         speculative_config: how this request may draft: `num_speculative_tokens` up to the engine's K (0: off) and
-            `method`, one or several of those loaded, or "none" (docs/speculative-config.md). The front that takes the
+            `method`, one or several of those loaded, or "none", and a stricter `rejection_sample_method`
+            (docs/speculative-config.md). The front that takes the
             request checks it against the engine and turns it into fields of `NewRequest`.
 
     Raises:
@@ -346,14 +347,18 @@ class SpecStats:
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_loosely_accepted_tokens: int = 0  # of them, those that the target's own rule had rejected: lossy rules only
+    rejection_sample_method: str = "match"
+    lossless: str = "path"
     acceptance_histogram: list[int] = field(default_factory=list)  # steps that accepted exactly 0..K tokens
     per_step_accepted: list[int] = field(default_factory=list)
     per_step_drafted: list[int] = field(default_factory=list)
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, num_drafted: int, num_accepted: int, num_loose: int = 0) -> None:
         if num_drafted == 0:
             return
         self.num_spec_steps += 1
+        self.num_loosely_accepted_tokens += num_loose
         self.num_draft_tokens += num_drafted
         self.num_accepted_draft_tokens += num_accepted
         self.acceptance_histogram.extend([0] * (num_accepted + 1 - len(self.acceptance_histogram)))
@@ -379,6 +384,9 @@ class SpecStats:
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
             "num_draft_tokens": self.num_draft_tokens,
             "num_spec_tokens": self.num_spec_tokens,
+            "rejection_sample_method": self.rejection_sample_method,
+            "lossless": self.lossless,
+            "num_loosely_accepted_tokens": self.num_loosely_accepted_tokens,
         }
         if detailed:
             summary["per_step_accepted"] = self.per_step_accepted
@@ -420,6 +428,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     max_draft_tokens: int | None = None  # the request's own bound on drafts; 0 switches them off
     draft_methods: tuple[str, ...] | None = None  # the methods that may draft for it; None: all
+    rejection_sample_method: str = ""  # the rule that judges its drafts; "": the server's
     arrival: int = 0  # order of arrival: the last to come is the first to be preempted
     arrival_time: float = field(default_factory=time.monotonic)
 

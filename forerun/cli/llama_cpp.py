@@ -243,6 +243,8 @@ def _config(given: _Given) -> dict[str, Any] | None:
     if not members:
         return None
     whole = {key: value for flag, (_, value) in given.flags.items() if not flag.types for key in flag.keys}
+    if any(key in whole for key in _SYNTHETIC):
+        whole["rejection_sample_method"] = "synthetic"
     (first, *others) = members.values()
     return (first if not others else {"method": [first, *others]}) | whole
 

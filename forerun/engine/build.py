@@ -43,6 +43,7 @@ from forerun.spec.heads import complete
 from forerun.spec.proposer import TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
+from forerun.spec.rules import LOSSLESS
 
 CPU_DTYPES = ("auto", "float32")
 
@@ -241,6 +242,8 @@ def _info(
         spec_methods=spec.method_names if spec else (),
         eos_token_ids=target.eos_token_ids,
         sampling_defaults=defaults,
+        rejection_sample_method=spec.rejection_sample_method if spec else "match",
+        lossless=LOSSLESS[spec.rejection_sample_method] if spec else LOSSLESS["match"],
         log_lines=[*lines, *notes, *(f"WARNING: {warning}" for warning in _warnings(config, target.model))],
     )
 

@@ -19,6 +19,7 @@ from forerun.sampling.logprobs import add_logprobs
 from forerun.sampling.processors import LogitsProcessor, LogitsProcessors
 from forerun.spec.control import Control
 from forerun.spec.proposer import DraftInputs, Proposer
+from forerun.spec.rules import LOSSLESS
 from forerun.spec.stats import SpecCounters
 from forerun.spec.verifier import Verdict, Verifier
 
@@ -185,7 +186,10 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             max_draft_tokens=new.max_draft_tokens,
             draft_methods=new.draft_methods,
+            rejection_sample_method=new.rejection_sample_method,
             arrival=next(self._arrivals),
         )
         request.spec.num_spec_tokens = self._info.num_spec_tokens
+        request.spec.rejection_sample_method = rule = new.rejection_sample_method or self._info.rejection_sample_method
+        request.spec.lossless = LOSSLESS[rule]
         return request

@@ -23,6 +23,7 @@ class NewRequest(msgspec.Struct, tag="new"):
     cache_salt: str = ""
     max_draft_tokens: int | None = None  # 0 switches drafting off for this request
     draft_methods: tuple[str, ...] | None = None  # the methods that may draft for it; None: all
+    rejection_sample_method: str = ""  # the rule that judges its drafts; "": the server's
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -120,6 +121,8 @@ class EngineInfo(msgspec.Struct, tag="ready"):
     spec_methods: tuple[str, ...] = ()  # names of the loaded methods, in the order in which they are asked
     eos_token_ids: tuple[int, ...] = ()  # the model's own end tokens
     sampling_defaults: dict[str, Any] = {}  # the model's, for fields that a request leaves out
+    rejection_sample_method: str = "match"
+    lossless: str = "path"  # what that rule promises, see `spec/rules.py`
     log_lines: list[str] = []  # what start-up said, for the front's log
 
 

@@ -57,6 +57,7 @@ class OutputProcessor:
         kept = judgement.num_tokens
         verdict.token_ids = verdict.token_ids[:kept]
         verdict.accepted = verdict.accepted[:kept]
+        verdict.loose = [node for node in verdict.loose if node in verdict.accepted]
         verdict.text = judgement.text
         verdict.finish_reason = judgement.finish_reason or verdict.finish_reason
         verdict.stop_reason = judgement.stop_reason

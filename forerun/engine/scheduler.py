@@ -210,7 +210,7 @@ class Scheduler:
         for group, cache in zip(self.pool.groups[1:], request.caches[1:], strict=True):
             if group.spec.name == draft.source and cache.blocks:  # not taken back meanwhile
                 cache.num_tokens += min(draft.num_cached, len(verdict.accepted))
-        request.spec.observe(verdict.num_drafted, len(verdict.accepted))
+        request.spec.observe(verdict.num_drafted, len(verdict.accepted), len(verdict.loose))
         request.finish_reason = verdict.finish_reason
         request.stop_reason = verdict.stop_reason
 

@@ -18,6 +18,7 @@ class SamplingRows:
         num_rows: 1 + number of drafted tokens.
         position: output position that the root row decides (0 for the first generated token). A row whose node has
             depth d decides position + d.
+        rule: the verifier's rule that the request asks for; "": the server's.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class SamplingRows:
     first_row: int
     num_rows: int
     position: int
+    rule: str = ""
 
     @property
     def indices(self) -> range:
@@ -42,6 +44,7 @@ class SamplingRows:
             first_row,
             1 + num_draft_tokens,
             request.num_output_tokens,
+            request.rejection_sample_method,
         )
 
 

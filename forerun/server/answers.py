@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from forerun.engine.messages import RequestOutput
-from forerun.server.job import Choice, Job, choice_metrics
+from forerun.server.job import Choice, Job, choice_metrics, is_lossy
 from forerun.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from forerun.server.prompts import Tokenizer
 from forerun.server.settings import ServerSettings
@@ -59,7 +59,10 @@ class Answer(ABC):
             delta["stop_reason"] = output.stop_reason
             delta["seed"] = choice.request.seed
             delta |= self._own_metrics(choice)
-        return self.frame([delta])
+        chunk = self.frame([delta])
+        if is_lossy(choice.metrics) and not body.include_usage:  # no chunk with the usage comes to say so
+            chunk |= self._only_metrics()
+        return chunk
 
     def closing(self) -> list[dict[str, Any]]:
         """Chunks that come after all outputs."""
@@ -75,7 +78,10 @@ class Answer(ABC):
 
     def _usage(self) -> dict[str, Any]:
         usage: dict[str, Any] = {"usage": self.job.usage()}
-        return usage | (self._metrics(self.job.choices[0]) if len(self.job.choices) == 1 else {})
+        return usage | self._only_metrics()
+
+    def _only_metrics(self) -> dict[str, Any]:
+        return self._metrics(self.job.choices[0]) if len(self.job.choices) == 1 else {}
 
     def _own_metrics(self, choice: Choice) -> dict[str, Any]:
         return self._metrics(choice) if len(self.job.choices) > 1 else {}

@@ -92,7 +92,7 @@ def _limits(state: ServerState, body: GenerationBody) -> Limits:
 
 def _speculation(state: ServerState, body: GenerationBody) -> RequestSpeculation:
     info = state.client.info
-    return body.speculation(info.spec_methods, info.num_spec_tokens)
+    return body.speculation(info.spec_methods, info.num_spec_tokens, info.rejection_sample_method)
 
 
 def _given_id(request: Request, body: GenerationBody) -> str:

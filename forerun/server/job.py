@@ -15,7 +15,10 @@ from forerun.request import DRAWN_SEED_BITS, FinishReason, SamplingParams
 from forerun.server.models import GenerationBody
 from forerun.server.settings import ServerSettings
 from forerun.spec.per_request import RequestSpeculation
+from forerun.spec.rules import NO
 from forerun.spec.verifier import TokenLogprobs
+
+LOSSY_FIGURES = ("rejection_sample_method", "lossless", "num_loosely_accepted_tokens")
 
 
 @dataclass(slots=True)
@@ -132,6 +135,7 @@ class JobMaker:
                     cache_salt=body.cache_salt or "",
                     max_draft_tokens=drafts.max_draft_tokens,
                     draft_methods=drafts.draft_methods,
+                    rejection_sample_method=drafts.rejection_sample_method,
                 )
             )
             for place, prompt in enumerate(prompts)
@@ -154,7 +158,14 @@ def choice_metrics(choice: Choice, settings: ServerSettings) -> dict[str, Any] |
     if level != "none" and spec is not None:
         hidden = () if level == "detailed" else ("per_step_accepted", "per_step_drafted")
         content["speculative_decoding"] = {k: v for k, v in spec.items() if k not in hidden}
+    elif spec is not None and is_lossy(measured):
+        content["speculative_decoding"] = {name: spec[name] for name in LOSSY_FIGURES}
     return content or None
+
+
+def is_lossy(measured: RequestMetrics | None) -> bool:
+    """Whether the text was made by a rule that does not keep the target's distribution: every answer says so."""
+    return bool(measured and measured.speculative_decoding and measured.speculative_decoding["lossless"] == NO)
 
 
 def _times(measured: RequestMetrics, num_tokens: int) -> dict[str, float | None]:

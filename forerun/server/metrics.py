@@ -213,6 +213,16 @@ class EngineCollector(Collector):
         positions = {str(position): count for position, count in enumerate(counts)}
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         yield self._by(name, "Steps in which the position was accepted.", "position", positions)
+        yield self._counter(
+            "spec_decode_num_loosely_accepted_tokens",
+            "Accepted tokens that the target's own rule had rejected: lossy rules only.",
+            spec.num_loosely_accepted_tokens,
+            "forerun",
+        )
+        info, labels = self._client.info, (*LABELS, "rejection_sample_method", "lossless")
+        rule = GaugeMetricFamily("forerun:spec_decode_rule_info", "The server's rule and its promise.", labels=labels)
+        rule.add_metric((*self._labels, info.rejection_sample_method, info.lossless), 1)
+        yield rule
 
     def _own(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._counter("num_steps", "Steps of the engine.", stats.num_steps, "forerun")
@@ -262,4 +272,5 @@ def spec_difference(now: SpecTotals, before: SpecTotals, num_spec_tokens: int) -
         num_draft_tokens=now.num_draft_tokens - before.num_draft_tokens,
         num_accepted_tokens=now.num_accepted_tokens - before.num_accepted_tokens,
         num_accepted_tokens_per_pos=[a - b for a, b in pairs],
+        num_loosely_accepted_tokens=now.num_loosely_accepted_tokens - before.num_loosely_accepted_tokens,
     )

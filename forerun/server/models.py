@@ -103,7 +103,10 @@ class GenerationBody(Body):
     # Ours: how this request may draft, judged against what the server has loaded; and its older, shorter form.
     speculative_config: Annotated[
         dict[str, Any] | None,
-        Field(description="num_speculative_tokens (0: off) and method (a name, a list of names, or none)"),
+        Field(
+            description="num_speculative_tokens (0: off), method (a name, a list of names, or none) and "
+            "rejection_sample_method (the server's, or a stricter one)"
+        ),
     ] = None
     max_draft_tokens: Annotated[int | None, Field(ge=0, le=1024)] = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
@@ -168,14 +171,14 @@ class GenerationBody(Body):
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
 
-    def speculation(self, methods: Sequence[str], num_speculative_tokens: int) -> RequestSpeculation:
-        """How the request may draft, on a server with these methods and this K.
+    def speculation(self, methods: Sequence[str], num_speculative_tokens: int, rule: str) -> RequestSpeculation:
+        """How the request may draft, on a server with these methods, this K and this rule.
 
         Raises:
-            RequestError: a method that is not loaded, too many tokens, or a key that nobody knows.
+            RequestError: a method that is not loaded, too many tokens, a looser rule, or a key that nobody knows.
         """
         if self.max_draft_tokens is None:
-            return request_speculation(self.speculative_config, methods, num_speculative_tokens)
+            return request_speculation(self.speculative_config, methods, num_speculative_tokens, rule)
         if self.speculative_config is not None:
             raise RequestError("speculative_config and max_draft_tokens exclude each other", "max_draft_tokens")
         return RequestSpeculation(self.max_draft_tokens)

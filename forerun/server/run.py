@@ -22,6 +22,7 @@ from forerun.server.settings import ServerSettings, WebSettings
 from forerun.server.system import package_version
 from forerun.spec.batch_table import KEY as TABLE_KEY
 from forerun.spec.batch_table import describe
+from forerun.spec.rules import PROMISES
 
 logger = logging.getLogger("forerun.server")
 
@@ -173,6 +174,8 @@ def _announce(client: EngineClient, settings: ServerSettings, sock: socket.socke
         logger.log(level, "%s", line.removeprefix("WARNING: "))
     if client.info.speculative_config is not None:
         logger.info("Speculative config: %s", json.dumps(client.info.speculative_config))
+        rule, promise = client.info.rejection_sample_method, client.info.lossless
+        logger.info("Drafts are judged by %s; lossless: %s (%s)", rule, promise, PROMISES[promise])
         if table := client.info.speculative_config.get(TABLE_KEY):
             logger.info("Draft lengths by number of decoding requests: %s", describe(table))
     elif settings.per_request_spec_decode_metrics != "none":

@@ -101,6 +101,7 @@ def spec_line(spec: SpecTotals, elapsed: float) -> str:
     """What speculation did in `elapsed` seconds; `num_drafts` is not 0."""
     rates = ", ".join(f"{count / spec.num_drafts:.3f}" for count in spec.num_accepted_tokens_per_pos)
     rate = 100 * spec.num_accepted_tokens / spec.num_draft_tokens if spec.num_draft_tokens else float("nan")
+    loose = spec.num_loosely_accepted_tokens
     return (
         f"SpecDecoding metrics: Mean acceptance length: {1 + spec.num_accepted_tokens / spec.num_drafts:.2f}, "
         f"Accepted throughput: {spec.num_accepted_tokens / elapsed:.2f} tokens/s, "
@@ -108,5 +109,5 @@ def spec_line(spec: SpecTotals, elapsed: float) -> str:
         f"Accepted: {spec.num_accepted_tokens} tokens, "
         f"Drafted: {spec.num_draft_tokens} tokens, "
         f"Per-position acceptance rate: {rates}, "
-        f"Avg Draft acceptance rate: {rate:.1f}%"
+        f"Avg Draft acceptance rate: {rate:.1f}%" + (f", Loosely accepted: {loose} tokens" if loose else "")
     )

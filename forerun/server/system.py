@@ -15,6 +15,7 @@ from forerun.server.models import DetokenizeBody, TokenizeBody
 from forerun.server.openapi import describe_body
 from forerun.server.prompts import chat_prompt, check_token_ids, completion_prompts, offload
 from forerun.server.state import ServerState, state_of
+from forerun.spec.rules import available_rules
 from forerun.spec.stats import SpecTotals
 
 router = APIRouter()
@@ -68,6 +69,9 @@ async def speculation(request: Request) -> Response:
             "speculative_config": client.info.speculative_config,
             "methods": client.info.spec_methods,
             "num_speculative_tokens": client.info.num_spec_tokens,
+            "rejection_sample_method": client.info.rejection_sample_method,
+            "lossless": client.info.lossless,
+            "request_rejection_sample_methods": available_rules(client.info.rejection_sample_method),
             "totals": _totals(stats.spec),
             "by_proposer": {name: _totals(totals) for name, totals in stats.spec_by_proposer.items()},
             "num_steps": stats.num_steps,
@@ -146,6 +150,7 @@ def _totals(totals: SpecTotals) -> dict[str, Any]:
         "num_draft_tokens": drafted,
         "num_accepted_tokens": accepted,
         "num_accepted_tokens_per_pos": totals.num_accepted_tokens_per_pos,
+        "num_loosely_accepted_tokens": totals.num_loosely_accepted_tokens,
         "mean_acceptance_length": 1 + accepted / drafts if drafts else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
     }

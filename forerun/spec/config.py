@@ -24,8 +24,9 @@ from forerun.spec.keys import (
     Status,
     keys_of,
 )
-from forerun.spec.method_rules import check_rules, fill_defaults
+from forerun.spec.method_rules import check_rules, complete_rule, fill_defaults, rule_keys
 from forerun.spec.refusal import did_you_mean, quoted, refuse, show, within
+from forerun.spec.rules import LOSSLESS, NO, NOTICES, acceptance_rates
 from forerun.spec.source import EXAMPLE, read_object
 from forerun.spec.spec_tree import SpecTree
 
@@ -143,9 +144,12 @@ class SpeculativeConfig:
 
     Attributes:
         methods: the proposers in the order in which they are asked: a request takes the first draft that is not empty.
-        rejection_sample_method: "match", or "standard" or "block" where a draft is probabilistic.
+        rejection_sample_method: "match", or where a draft is probabilistic "standard" or "block"; or a lossy one.
         num_speculative_tokens_per_batch_size: ranges (start, end, K) of the number of decoding requests, without gaps;
             beyond the last the last K holds. (): K whatever the number.
+        fly_window_size, fly_entropy_threshold, fly_entropy_top_k: see `FlyVerifier`; None under another rule, and the
+            window until K is known.
+        synthetic_acceptance_rates, synthetic_acceptance_length: the one that was given; None under another rule.
         warnings: what the user should know about how it was resolved; not part of equality.
 
     Raises:
@@ -155,6 +159,11 @@ class SpeculativeConfig:
     methods: tuple[MethodConfig, ...]
     rejection_sample_method: str
     num_speculative_tokens_per_batch_size: Table = ()
+    fly_window_size: int | None = None
+    fly_entropy_threshold: float | None = None
+    fly_entropy_top_k: int | None = None
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -166,6 +175,7 @@ class SpeculativeConfig:
                 refuse(f"method[{place}] is the same as method[{first}], {show(member.resolved())}: leave one out")
         rule = KEYS["rejection_sample_method"].check(self.rejection_sample_method)
         object.__setattr__(self, "rejection_sample_method", self._rule(rule))
+        complete_rule(self)
         if self.num_speculative_tokens_per_batch_size:
             table = KEYS["num_speculative_tokens_per_batch_size"].check(self.num_speculative_tokens_per_batch_size)
             warnings: list[str] = []
@@ -175,6 +185,8 @@ class SpeculativeConfig:
             object.__setattr__(self, "warnings", (*self.warnings, *warnings))
 
     def _rule(self, rule: str) -> str:
+        if LOSSLESS[rule] == NO:
+            return rule
         probabilistic = any(member.draft_sample_method == "probabilistic" for member in self.methods)
         if rule == "match" and probabilistic:
             refuse(
@@ -193,6 +205,13 @@ class SpeculativeConfig:
     def num_speculative_tokens(self) -> int:
         """K: the largest of the methods', once it is known."""
         return max(member.max_draft_tokens for member in self.methods)
+
+    @property
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """Of the rule `synthetic`: chances that the first 1, 2, ... K drafted tokens all stand."""
+        if self.synthetic_acceptance_length is not None:
+            return acceptance_rates(self.synthetic_acceptance_length, self.num_speculative_tokens)
+        return self.synthetic_acceptance_rates or ()
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -234,6 +253,9 @@ class SpeculativeConfig:
         """Every key that has an effect, as JSON values; `parse` reads it back."""
         members = [member.resolved() for member in self.methods]
         whole: dict[str, Any] = {"rejection_sample_method": self.rejection_sample_method}
+        for name in rule_keys(self.rejection_sample_method):
+            if (value := getattr(self, name)) is not None:
+                whole[name] = list(value) if isinstance(value, tuple) else value
         if table := self.num_speculative_tokens_per_batch_size:
             whole["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in table]
         return (members[0] if len(members) == 1 else {"method": members}) | whole
@@ -276,6 +298,8 @@ def _resolve(given: dict[str, Any]) -> SpeculativeConfig:
         warnings += [f"{member.place}: {warning}" if member.place else warning for warning in said]
     if "rejection_sample_method" not in whole:
         whole["rejection_sample_method"] = _default_rule(methods, warnings)
+    if (notice := NOTICES.get(whole["rejection_sample_method"])) is not None:
+        warnings.append(notice)
     return SpeculativeConfig(methods=tuple(methods), warnings=tuple(warnings), **whole)
 
 

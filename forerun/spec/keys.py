@@ -14,6 +14,7 @@ from typing import Any
 
 from forerun.spec.batch_table import read_table
 from forerun.spec.refusal import did_you_mean, quoted, refuse, show
+from forerun.spec.rules import read_rates
 from forerun.spec.spec_tree import BOUNDS as TREE_BOUNDS
 from forerun.spec.spec_tree import KEY as TREE_KEY
 from forerun.spec.spec_tree import MAX_TOKENS, read_tree
@@ -59,6 +60,7 @@ class Key:
         minimum, maximum: bounds, both inclusive.
         choices: the words it takes; on a number, words beside it.
         methods: those it belongs to; () for all.
+        rules: the rejection_sample_methods it belongs to; () for all.
         whole: it is said once for the whole configuration, not for one of several methods.
         elsewhere: values that are also taken by methods it does not belong to, as they say what holds there anyway.
         no_effect: what is served of it changes nothing: it is checked and not kept.
@@ -78,6 +80,7 @@ class Key:
     maximum: float | None = None
     choices: tuple[Choice, ...] = ()
     methods: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
     whole: bool = False
     elsewhere: tuple[str, ...] = ()
     no_effect: bool = False
@@ -379,8 +382,13 @@ def _common_keys() -> Iterable[Key]:
                 "drafts it is `match`",
                 Status.SERVED,
             ),
-            Choice("fly", "entropy-gated deferral: lossy"),
-            Choice("synthetic", "accepts by chance: for benchmarks only"),
+            Choice(
+                "fly",
+                "LOSSY: where the target was unsure, a drafted token stands if the tokens after it do (entropy-gated "
+                "deferral)",
+                Status.SERVED,
+            ),
+            Choice("synthetic", "for benchmarks only: accepts by chance, the text is not the target's", Status.SERVED),
             Choice("strict", 'removed from vLLM: use "standard" with draft_sample_method "greedy"', Status.NEVER),
             Choice(
                 "probabilistic",
@@ -677,35 +685,51 @@ def _later_keys() -> Iterable[Key]:
         default_text="from the checkpoint (512)",
         minimum=0,
     )
-    synthetic, fly = (
-        'rejection_sample_method "synthetic" is not there yet',
-        'rejection_sample_method "fly" is not there yet',
-    )
-    yield later(
-        "synthetic_acceptance_rates",
-        "array",
-        "Entry i: chance that the first i + 1 drafted tokens all stand.",
-        synthetic,
-        default_text="none",
-    )
-    yield later(
-        "synthetic_acceptance_length",
-        "number",
-        "Mean tokens a step; at most K + 1.",
-        synthetic,
-        default_text="none",
-        minimum=1,
-    )
-    yield later(
+
+
+def _rule_keys() -> Iterable[Key]:
+    """Of one rejection_sample_method."""
+
+    def served(name: str, type: str, meaning: str, rule: str, **rest: Any) -> Key:
+        return Key(name, type, meaning, rules=(rule,), whole=True, status=Status.SERVED, **rest)
+
+    yield served(
         "fly_window_size",
         "integer",
-        "Tokens that must stand after a deferral; below K.",
-        fly,
+        "Drafted tokens that must stand after a deferral; below K.",
+        "fly",
         default_text="min(6, K - 1)",
         minimum=1,
+        maximum=MAX_TOKENS - 1,
     )
-    yield later("fly_entropy_threshold", "number", "Least entropy of a deferral, nats.", fly, default=0.3, minimum=0)
-    yield later("fly_entropy_top_k", "integer", "Tokens that the entropy is taken over.", fly, default=3, minimum=1)
+    yield served("fly_entropy_threshold", "number", "Least entropy of a deferral, nats.", "fly", default=0.3, minimum=0)
+    yield served(
+        "fly_entropy_top_k",
+        "integer",
+        "Most likely tokens that the entropy is summed over.",
+        "fly",
+        default=3,
+        minimum=1,
+        maximum=1 << 20,
+    )
+    yield served(
+        "synthetic_acceptance_rates",
+        "array",
+        "Entry i: chance that the first i + 1 drafted tokens all stand. K entries from 0 to 1, none above the one "
+        "before.",
+        "synthetic",
+        default_text="none",
+        read=read_rates,
+    )
+    yield served(
+        "synthetic_acceptance_length",
+        "number",
+        "Mean tokens of a step with a draft of K; at most K + 1. In place of the rates.",
+        "synthetic",
+        default_text="none",
+        minimum=1,
+        maximum=MAX_TOKENS + 1,
+    )
 
 
 def _never_keys() -> Iterable[Key]:
@@ -756,11 +780,11 @@ def _never_keys() -> Iterable[Key]:
         yield never(name, _LOSSY_GONE)
     yield never(
         "synthetic_acceptance_rate",
-        "use synthetic_acceptance_rates or synthetic_acceptance_length (not served yet)",
+        "use synthetic_acceptance_rates or synthetic_acceptance_length",
     )
 
 
-_TABLE = (*_common_keys(), *_history_keys(), *_model_keys(), *_later_keys(), *_never_keys())
+_TABLE = (*_common_keys(), *_history_keys(), *_model_keys(), *_rule_keys(), *_later_keys(), *_never_keys())
 KEYS = {key.name: key for key in _TABLE}
 
 

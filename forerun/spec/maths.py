@@ -71,6 +71,16 @@ def block_acceptance(target_probs: Tensor, draft_probs: Tensor, token_ids: Tenso
     return running, torch.cat([inner, running[-1:]])
 
 
+def top_entropy(probs: Tensor, top_k: int) -> float:
+    """How unsure a distribution is, in nats: -sum of p ln p over its most likely tokens, which are not renormalised.
+
+    Args:
+        probs: [V] floating, sums to 1.
+        top_k: tokens that are summed over; V where there are no more.
+    """
+    return float(torch.special.entr(probs.topk(min(top_k, probs.shape[0])).values.double()).sum())
+
+
 def _check_shapes(target_probs: Tensor, draft_probs: Tensor) -> None:
     if target_probs.shape != draft_probs.shape:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Each method's defaults, and its rules between keys. Not for bounds of one key: see `spec/keys.py`. No torch here."""
+"""Each method's and each verification rule's defaults, and the rules between keys. No torch here.
+
+Not for bounds of one key: see `spec/keys.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.spec.keys import KEYS
 from forerun.spec.refusal import refuse, show
+from forerun.spec.rules import RATES
 
 if TYPE_CHECKING:
-    from forerun.spec.config import MethodConfig
+    from forerun.spec.config import MethodConfig, SpeculativeConfig
 
 NGRAM_MOD_TOKENS = 64  # K of `ngram_mod` where none is given: llama.cpp's --spec-ngram-mod-n-max
+FLY_WINDOW = 6  # tokens, where K leaves room for them
 HEADS = ("eagle", "eagle3")  # methods whose checkpoint may say K, see `spec/heads.py`
 
 
@@ -181,4 +186,73 @@ _RULES: dict[str, Callable[[MethodConfig], None]] = {
     "draft_model": _check_draft_model,
     "eagle": _check_head,
     "eagle3": _check_head,
+}
+
+
+# -- keys of a rejection_sample_method
+
+_RULE = "rejection_sample_method"
+_LENGTH = "synthetic_acceptance_length"
+
+
+def rule_keys(rule: str) -> tuple[str, ...]:
+    return tuple(key.name for key in KEYS.values() if rule in key.rules)
+
+
+def complete_rule(config: SpeculativeConfig) -> None:
+    """Check the keys of the configuration's rule, and fill in what is not given and known by now.
+
+    Raises:
+        ConfigError: a key of another rule, one that is missing, or values that contradict each other.
+    """
+    rule, values = config.rejection_sample_method, {}
+    for key in KEYS.values():
+        if key.rules and (value := getattr(config, key.name)) is not None:
+            if rule not in key.rules:
+                refuse(
+                    f'{key.name}={show(value)} does not go with {_RULE}="{rule}", but with "{key.rules[0]}": leave it '
+                    "out or give that"
+                )
+            values[key.name] = key.check(value)
+    if rule not in _COMPLETE:
+        return
+    if any(member.spec_tree is not None for member in config.methods):
+        refuse(f'{_RULE}="{rule}" does not go with spec_tree: it looks along a chain')
+    _COMPLETE[rule](values, config.num_speculative_tokens if config.is_complete else None)
+    for name, value in values.items():
+        object.__setattr__(config, name, value)
+
+
+def _complete_fly(values: dict[str, Any], num_tokens: int | None) -> None:
+    for name in ("fly_entropy_threshold", "fly_entropy_top_k"):
+        values.setdefault(name, _default(name))
+    if num_tokens is None:
+        return
+    if num_tokens < 2:
+        refuse(f'{_RULE}="fly" does not go with num_speculative_tokens={num_tokens}: it takes at least 2')
+    window = values.setdefault("fly_window_size", min(FLY_WINDOW, num_tokens - 1))
+    if window >= num_tokens:
+        refuse(f"fly_window_size={window} must not be above {num_tokens - 1}, num_speculative_tokens - 1")
+
+
+def _complete_synthetic(values: dict[str, Any], num_tokens: int | None) -> None:
+    rates, length = values.get(RATES), values.get(_LENGTH)
+    if rates is None and length is None:
+        refuse(f'{RATES} or {_LENGTH} is missing: {_RULE}="synthetic" needs one of them')
+    if rates is not None and length is not None:
+        refuse(f"{RATES} and {_LENGTH} exclude each other: leave one out")
+    if num_tokens is None:
+        return
+    if rates is not None and len(rates) != num_tokens:
+        refuse(
+            f"{RATES}={show(rates)} does not go with num_speculative_tokens={num_tokens}: it has {len(rates)} entries, "
+            "and must have one for each drafted token"
+        )
+    if length is not None and length > num_tokens + 1:
+        refuse(f"{_LENGTH}={length} must not be above {num_tokens + 1}, num_speculative_tokens + 1")
+
+
+_COMPLETE: dict[str, Callable[[dict[str, Any], int | None], None]] = {
+    "fly": _complete_fly,
+    "synthetic": _complete_synthetic,
 }

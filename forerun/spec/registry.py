@@ -13,10 +13,14 @@ from forerun.spec.proposers.head_loading import load_eagle
 from forerun.spec.proposers.ngram import NgramProposer
 from forerun.spec.proposers.ngram_mod import NgramModProposer
 from forerun.spec.proposers.suffix import SuffixProposer
+from forerun.spec.rules import available_rules
 from forerun.spec.verifier import Verifier
 from forerun.spec.verifiers.block import BlockVerifier
+from forerun.spec.verifiers.by_request import RuleByRequest
+from forerun.spec.verifiers.fly import FlyVerifier
 from forerun.spec.verifiers.match import MatchVerifier
 from forerun.spec.verifiers.standard import StandardVerifier
+from forerun.spec.verifiers.synthetic import SyntheticVerifier
 
 WEIGHTLESS: dict[str, Callable[[MethodConfig], Proposer]] = {
     "ngram": NgramProposer.from_config,
@@ -28,10 +32,12 @@ WITH_WEIGHTS: dict[str, Callable[[MethodConfig, TargetInfo, str], Proposer]] = {
     "eagle": load_eagle,
     "eagle3": load_eagle,
 }
-VERIFIERS: dict[str, Callable[[], Verifier]] = {
+VERIFIERS: dict[str, type[MatchVerifier]] = {
     "match": MatchVerifier,
     "standard": StandardVerifier,
     "block": BlockVerifier,
+    "fly": FlyVerifier,
+    "synthetic": SyntheticVerifier,
 }
 
 
@@ -51,4 +57,9 @@ def make_proposer(config: SpeculativeConfig | None, target: TargetInfo) -> First
 
 
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:
-    return MatchVerifier() if config is None else VERIFIERS[config.rejection_sample_method]()
+    """The rule of a configuration, with those that a request may ask for instead."""
+    if config is None:
+        return MatchVerifier()
+    own = config.rejection_sample_method
+    rules = {name: VERIFIERS[name].from_config(config) for name in available_rules(own)}
+    return RuleByRequest(rules[own], rules.values())

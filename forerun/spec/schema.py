@@ -7,7 +7,9 @@ from typing import Any
 from forerun.spec.batch_table import MAX_RANGES
 from forerun.spec.config import MAX_METHODS
 from forerun.spec.keys import KEYS, METHOD_ALIASES, METHODS, SERVED_METHODS, Key, Status, keys_of
+from forerun.spec.rules import RATES
 from forerun.spec.source import FLAG
+from forerun.spec.spec_tree import MAX_TOKENS
 
 _Schema = dict[str, Any]
 _RULES_BESIDE = (
@@ -16,8 +18,11 @@ _RULES_BESIDE = (
     "parallel_drafting and use_heterogeneous_vocab exclude each other and all but greedy drafts; ranges of "
     "num_speculative_tokens_per_batch_size begin at 1 and do not overlap; the cache of an EAGLE head takes no type but "
     "auto; num_draft_tokens of spec_tree is at most top_k + depth * top_k^2, is num_speculative_tokens where that is "
-    "given, and excludes parallel_drafting, draft_min_prob and all but greedy drafts; a list has no two equal members, "
-    "and each has what its method requires."
+    "given, and excludes parallel_drafting, draft_min_prob and all but greedy drafts; fly_* and synthetic_* go with "
+    "the rejection_sample_method of that name, which excludes spec_tree; fly_window_size is below "
+    "num_speculative_tokens; synthetic_acceptance_rates has that many entries, none above the one before, "
+    "synthetic_acceptance_length is at most one more, and synthetic requires one of the two; a list has no two equal "
+    "members, and each has what its method requires."
 )
 _REQUIRED = {
     "ngram": ["num_speculative_tokens"],
@@ -91,6 +96,9 @@ def _whole_properties() -> _Schema:
 
 def _schema_of_key(key: Key) -> _Schema:
     schema: _Schema = {"type": key.type, "description": key.meaning}
+    if key.name == RATES:
+        entry: _Schema = {"type": "number", "minimum": 0, "maximum": 1}
+        return schema | {"items": entry, "minItems": 1, "maxItems": MAX_TOKENS}
     if key.type == "array":
         entry = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 3, "maxItems": 3}
         return schema | {"items": entry, "minItems": 1, "maxItems": MAX_RANGES}

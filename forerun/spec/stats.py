@@ -18,11 +18,13 @@ class SpecTotals(msgspec.Struct):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = []
+    num_loosely_accepted_tokens: int = 0  # of the accepted, those that the target's own rule had rejected
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, num_drafted: int, num_accepted: int, num_loose: int = 0) -> None:
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
+        self.num_loosely_accepted_tokens += num_loose
         per_pos = self.num_accepted_tokens_per_pos
         per_pos.extend([0] * (num_accepted - len(per_pos)))
         for position in range(num_accepted):
@@ -40,6 +42,7 @@ class SpecCounters:
         """Count one step: drafted tokens are those verified, accepted ones those that stand after any stop."""
         for s in plan.scheduled:
             if s.samples and len(s.draft):
-                num_accepted = len(verdict.by_request[s.request.request_id].accepted)
-                self.totals.observe(len(s.draft), num_accepted)
-                self.by_proposer.setdefault(s.draft.source, SpecTotals()).observe(len(s.draft), num_accepted)
+                stands = verdict.by_request[s.request.request_id]
+                counts = len(s.draft), len(stands.accepted), len(stands.loose)
+                self.totals.observe(*counts)
+                self.by_proposer.setdefault(s.draft.source, SpecTotals()).observe(*counts)

@@ -34,6 +34,7 @@ class RequestVerdict:
 
     Attributes:
         accepted: indices of the accepted nodes in the request's draft, root to leaf.
+        loose: those of them that the target's own rule had rejected: lossy rules only.
         token_ids: the accepted tokens and the one that follows them; the one is missing where the target gave numbers
             that are not finite, and `finish_reason` is ERROR then.
         num_drafted: drafted tokens that were verified.
@@ -50,6 +51,7 @@ class RequestVerdict:
     stop_reason: int | str | None = None
     text: str = ""
     error: str | None = None
+    loose: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class Verifier(Protocol):
 
     name: str
     lossless: str
-    """"path" (same seed, same text), "law" (same distribution) or "no"."""
+    """"path" (same seed, same text), "law" (same distribution) or "no", see `spec/rules.py`."""
 
     def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
         """Judge every draft of a step.

@@ -19,6 +19,7 @@ from forerun.spec.config import SpeculativeConfig
 from forerun.spec.keys import KEYS, METHODS
 from forerun.spec.source import FLAG
 
+SYNTHETIC = {"rejection_sample_method": "synthetic"}
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "model": "d.gguf"}
 MOD = {"method": "ngram_mod", "num_speculative_tokens": 64, "ngram_mod_n_match": 24, "ngram_mod_n_min": 48}
 SIMPLE = {"method": "ngram", "num_speculative_tokens": 48, "prompt_lookup_min": 12, "prompt_lookup_max": 12}
@@ -84,8 +85,9 @@ def refusal(line: str) -> str:
         ("--spec-type draft-mtp", {"method": "mtp", "num_speculative_tokens": 3}),
         ("--spec-type draft-dspark -md h --spec-draft-conf-min 0.4",
          {"method": "dspark", "num_speculative_tokens": 3, "model": "h", "dspark_min_confidence": 0.4}),
-        ("--spec-default --spec-synth-len 2.5", MOD | {"synthetic_acceptance_length": 2.5}),
-        ("--spec-default --spec-synth-rates 0.5,0.25", MOD | {"synthetic_acceptance_rates": [0.5, 0.25]}),
+        ("--spec-default --spec-synth-len 2.5", MOD | SYNTHETIC | {"synthetic_acceptance_length": 2.5}),
+        ("--spec-default --spec-synth-rates 0.5,0.25",
+         MOD | SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.25]}),
         ("--spec-type none", None),
     ],
 )  # fmt: skip

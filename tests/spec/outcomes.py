@@ -48,7 +48,7 @@ class Decisions:
 def decided(rule: MatchVerifier, decisions: Decisions) -> MatchVerifier:
     """The real rule, with its draws replaced by the decisions."""
 
-    def accepts(probability: float, rows: SamplingRows, position: int, place: int = 0) -> bool:
+    def accepts(probability: float, rows: SamplingRows, position: int) -> bool:
         return decisions.choose([1 - probability, probability]) == 1
 
     def draw_row(logits: Tensor, rows: SamplingRows, position: int) -> int:

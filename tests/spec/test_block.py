@@ -198,13 +198,15 @@ def test_noise_that_an_earlier_draft_used_would_break_the_law() -> None:
 
 
 class Watched(BlockVerifier):
-    """Keeps the key of every coin; all of them say no, so that all are thrown."""
+    """Keeps where every coin fell; all of them say no, so that all are thrown."""
 
     def __init__(self) -> None:
-        self.keys: list[tuple[int, int]] = []
+        self.coins: list[int] = []
 
-    def accepts(self, probability: float, rows: SamplingRows, position: int, place: int = 0) -> bool:
-        self.keys.append((position, place))
+    def accepts(self, probability: float, rows: SamplingRows, position: int) -> bool:
+        self.coins.append(
+            next(n for n in range(1 << 16) if super(Watched, self).accepts(n / (1 << 16), rows, position))
+        )
         return False
 
 
@@ -220,4 +222,4 @@ def test_neither_coins_nor_drafts_come_again_when_a_later_draft_reaches_their_po
         rows = SamplingRows("r", SamplingParams(), 3, 0, 0, job.length + 1, root)
         rule.verify(Draft({"r": job.result("t")}), torch.zeros(job.length + 1, 1000), [rows])
     assert len(drafted) == 4
-    assert len(set(rule.keys)) == len(rule.keys) == 5 + 4 + 3 + 2
+    assert len(set(rule.coins)) == len(rule.coins) == 5 + 4 + 3 + 2

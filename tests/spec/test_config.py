@@ -32,6 +32,8 @@ EAGLE: dict[str, Any] = {"method": "eagle", "model": "org/head", "num_speculativ
 EAGLE3: dict[str, Any] = {"method": "eagle3", "model": "org/head"}
 TREE: dict[str, Any] = {"depth": 3, "top_k": 4, "num_draft_tokens": 8}
 OF_METHOD = {base["method"]: base for base in (NGRAM, SUFFIX, MOD, DRAFT, EAGLE, EAGLE3)}
+FLY = {"rejection_sample_method": "fly"}
+SYNTHETIC = {"rejection_sample_method": "synthetic"}
 TABLE = "num_speculative_tokens_per_batch_size"
 NUMBERS = [KEYS[name] for name in KEYS if KEYS[name].status is Status.SERVED and KEYS[name].minimum is not None]
 
@@ -53,6 +55,8 @@ def base_of(name: str) -> dict[str, Any]:
     above = {"prompt_lookup_min": "prompt_lookup_max"} | dict.fromkeys(
         ("ngram_mod_n_min", "draft_min_tokens"), "num_speculative_tokens"
     )
+    for rule in KEYS[name].rules:
+        base = base | {"rejection_sample_method": rule, "num_speculative_tokens": 1024}
     return base | ({above[name]: 1024} if name in above else {})
 
 
@@ -193,7 +197,9 @@ def test_a_whole_made_by_hand_is_checked_too() -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("method", {"methods": (), "rejection_sample_method": "match"}),
         ("the same", {"methods": (ngram, ngram), "rejection_sample_method": "match"}),
-        ("rejection_sample_method", {"methods": (ngram,), "rejection_sample_method": "fly"}),
+        ("rejection_sample_method", {"methods": (ngram,), "rejection_sample_method": "flu"}),
+        ("synthetic_acceptance_rates", {"methods": (ngram,), "rejection_sample_method": "synthetic"}),
+        ("fly_window_size", {"methods": (ngram,), "rejection_sample_method": "match", "fly_window_size": 2}),
         ("rejection_sample_method", {"methods": (drafts,), "rejection_sample_method": "match"}),
         (TABLE, {"methods": (ngram,), "rejection_sample_method": "match", TABLE: ((2, 3, 1),)}),
     ]
@@ -278,7 +284,24 @@ def test_a_bad_text_is_refused_where_it_is_bad(text: str, parts: list[str]) -> N
         (NGRAM | {"draft_min_prob": 0.5}, ["draft_min_prob=0.5", 'belongs to "draft_model"']),
         (NGRAM | {"draft_sample_method": "coupled"}, ['draft_sample_method="coupled"', 'belongs to "draft_model"']),
         (NGRAM | {"spec_tree": {}}, ["spec_tree={}", 'belongs to "eagle", "eagle3"']),
-        (NGRAM | {"fly_window_size": 2}, ["fly_window_size=2", "not served yet"]),
+        (NGRAM | {"fly_window_size": 2}, ["fly_window_size=2", '="match"', '"fly"']),
+        (NGRAM | FLY | {"fly_window_size": 5}, ["fly_window_size=5", "above 4"]),
+        (NGRAM | FLY | {"fly_window_size": 0}, ["fly_window_size", "got 0"]),
+        (NGRAM | FLY | {"fly_entropy_threshold": -0.1}, ["fly_entropy_threshold", ">= 0", "got -0.1"]),
+        (NGRAM | FLY | {"fly_entropy_top_k": 0}, ["fly_entropy_top_k", "got 0"]),
+        (NGRAM | FLY | {"num_speculative_tokens": 1}, ['"fly"', "num_speculative_tokens=1", "at least 2"]),
+        (NGRAM | FLY | {"synthetic_acceptance_length": 2}, ["synthetic_acceptance_length=2", '="fly"', '"synthetic"']),
+        (NGRAM | SYNTHETIC, ["synthetic_acceptance_rates or synthetic_acceptance_length is missing"]),
+        (
+            NGRAM | SYNTHETIC | {"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [0.5] * 5},
+            ["synthetic_acceptance_rates and synthetic_acceptance_length exclude"],
+        ),
+        (NGRAM | SYNTHETIC | {"synthetic_acceptance_length": 6.5}, ["synthetic_acceptance_length=6.5", "above 6"]),
+        (NGRAM | SYNTHETIC | {"synthetic_acceptance_length": 0.5}, ["synthetic_acceptance_length", "got 0.5"]),
+        (NGRAM | SYNTHETIC | {"synthetic_acceptance_rates": [0.5] * 4}, ["4 entries", "num_speculative_tokens=5"]),
+        (NGRAM | SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6]}, ["rates[1]=0.6", "above", "0.5"]),
+        (NGRAM | SYNTHETIC | {"synthetic_acceptance_rates": [1.5]}, ["rates[0]", "0 to 1", "got 1.5"]),
+        (NGRAM | SYNTHETIC | {"synthetic_acceptance_rates": 0.5}, ["synthetic_acceptance_rates", "list", "got 0.5"]),
         (NGRAM | {"num_speculative_tokens": "auto"}, ['num_speculative_tokens="auto"', "not served yet"]),
         (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, ["cached_requests", ">= 0", "got -1"]),
         (NGRAM | {"model": "org/model"}, ['model="org/model"', '"ngram"', "without a model"]),
@@ -441,6 +464,8 @@ def test_every_word_of_a_key_is_served_or_refused_by_name(name: str, choice: Any
     if name == "method":
         return  # above
     source = base_of(name) | {name: choice.value}
+    if choice.value == "synthetic":
+        source |= {"synthetic_acceptance_length": 2}
     if choice.status is Status.SERVED:
         SpeculativeConfig.parse(source)
     else:
@@ -612,6 +637,52 @@ def test_ngram_mod_has_llama_cpps_defaults() -> None:
     assert (method.num_speculative_tokens, method.ngram_mod_n_match, method.ngram_mod_n_min) == (64, 24, 48)
     [short] = SpeculativeConfig.parse({"method": "ngram_mod", "num_speculative_tokens": 16}).methods
     assert short.ngram_mod_n_min == 16
+
+
+# Lossy rules
+
+
+def test_fly_resolves_to_its_keys() -> None:
+    config = SpeculativeConfig.parse(NGRAM | FLY)
+    keys = {"fly_window_size": 4, "fly_entropy_threshold": 0.3, "fly_entropy_top_k": 3}
+    assert {name: value_of(config, name) for name in keys} == keys
+    comes_back(config)
+    assert value_of(SpeculativeConfig.parse(NGRAM | FLY | {"num_speculative_tokens": 30}), "fly_window_size") == 6
+    given = {"fly_window_size": 1, "fly_entropy_threshold": 0, "fly_entropy_top_k": 9}
+    config = SpeculativeConfig.parse({"method": [SUFFIX, NGRAM]} | FLY | given)
+    assert {name: value_of(config, name) for name in given} == given
+
+
+def test_the_window_of_fly_waits_for_the_k_of_a_checkpoint() -> None:
+    config = SpeculativeConfig.parse(EAGLE3 | FLY)
+    assert config.fly_window_size is None
+    comes_back(config)
+    [method] = config.methods
+    known = dataclasses.replace(config, methods=(dataclasses.replace(method, num_speculative_tokens=3),))
+    assert known.fly_window_size == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "rates"),
+    [
+        ({"synthetic_acceptance_length": 1}, (0, 0, 0, 0, 0)),
+        ({"synthetic_acceptance_length": 3.25}, (1, 1, 0.25, 0, 0)),
+        ({"synthetic_acceptance_length": 6}, (1, 1, 1, 1, 1)),
+        ({"synthetic_acceptance_rates": [1, 0.5, 0.5, 0, 0]}, (1, 0.5, 0.5, 0, 0)),
+    ],
+)
+def test_synthetic_keeps_what_was_given_and_knows_its_rates(keys: dict[str, Any], rates: tuple[float, ...]) -> None:
+    config = SpeculativeConfig.parse(NGRAM | SYNTHETIC | keys)
+    assert config.acceptance_rates == pytest.approx(rates)
+    assert config.resolved().items() >= keys.items()
+    comes_back(config)
+
+
+@pytest.mark.parametrize("rule", [FLY, SYNTHETIC | {"synthetic_acceptance_length": 2}])
+def test_lossy_rules_look_along_chains(rule: dict[str, Any]) -> None:
+    message = refusal(EAGLE3 | {"spec_tree": TREE} | rule)
+    assert rule["rejection_sample_method"] in message
+    assert "spec_tree" in message
 
 
 # Heads

@@ -85,7 +85,7 @@ def test_without_speculation_drafts_are_refused(asked: dict[str, Any]) -> None:
 
 
 JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.lists(st.text(max_size=8))
-KEYS = st.sampled_from(["num_speculative_tokens", "method"]) | st.text(max_size=8)
+KEYS = st.sampled_from(["num_speculative_tokens", "method", "rejection_sample_method"]) | st.text(max_size=8)
 
 
 @given(asked=st.dictionaries(KEYS, JSON | st.sampled_from([*LOADED, "none"]) | st.integers(0, 9), max_size=3))
@@ -99,6 +99,30 @@ def test_any_object_is_taken_within_bounds_or_refused_in_one_line(asked: dict[st
         assert found.draft_methods is None or set(found.draft_methods) <= set(LOADED)
         return
     assert refused.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("own", "available"),
+    [
+        ("match", ["match", "standard"]),
+        ("standard", ["match", "standard"]),
+        ("block", ["match", "standard", "block"]),
+        ("fly", ["match", "standard", "fly"]),
+        ("synthetic", ["match", "standard", "synthetic"]),
+    ],
+)
+def test_a_request_may_ask_for_a_stricter_rule_never_for_a_looser_one(own: str, available: list[str]) -> None:
+    for rule in ("match", "standard", "block", "fly", "synthetic", "none", "", 5, ["match"]):
+        asked = {"rejection_sample_method": rule}
+        if rule in available:
+            assert request_speculation(asked, LOADED, K, own) == RequestSpeculation(rejection_sample_method=str(rule))
+        else:
+            with pytest.raises(RequestError, match=f'own is "{own}"; a request may give') as caught:
+                request_speculation(asked, LOADED, K, own)
+            assert caught.value.param == "speculative_config.rejection_sample_method"
+    assert request_speculation({"rejection_sample_method": "match"}, (), 0).rejection_sample_method == "match"
+    off = request_speculation({"rejection_sample_method": "match", "method": "none"}, LOADED, K, own)
+    assert off == RequestSpeculation(0, None, "match")
 
 
 def test_sampling_params_take_an_object_and_cross_to_the_core() -> None:

@@ -61,9 +61,9 @@ class BlockVerifier(StandardVerifier):
         return processed_logprobs(logits[rows.first_row + place], rows.params).double().exp()
 
     def _accepted_length(self, thresholds: list[float], rows: SamplingRows) -> int:
-        """The longest prefix whose coin says yes. Coins belong to the draft: no later one may see them again."""
+        """The longest prefix whose coin says yes."""
         for count in range(len(thresholds), 0, -1):
-            if self.accepts(thresholds[count - 1], rows, rows.position, count):
+            if self.accepts(thresholds[count - 1], rows, rows.position + count - 1):
                 return count
         return 0
 

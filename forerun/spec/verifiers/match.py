@@ -13,7 +13,9 @@ from torch import Tensor
 from forerun.request import FinishReason
 from forerun.sampling.batch import SamplingBatch, SamplingRows
 from forerun.sampling.distribution import draw, most_likely, processed_logprobs
+from forerun.spec.config import SpeculativeConfig
 from forerun.spec.proposer import Draft, RequestDraft
+from forerun.spec.rules import LOSSLESS
 from forerun.spec.verifier import RequestVerdict, Verdict
 
 
@@ -28,7 +30,12 @@ class MatchVerifier:
     """Keeps the path of drafted tokens that the target draws itself. Greedy is its limit at temperature 0."""
 
     name = "match"
-    lossless = "path"
+    lossless = LOSSLESS["match"]
+
+    @classmethod
+    def from_config(cls, config: SpeculativeConfig) -> MatchVerifier:
+        """The rule with the settings that it reads."""
+        return cls()
 
     def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
         best = BestTokens(*most_likely(target_logits))
@@ -43,20 +50,27 @@ class MatchVerifier:
         verdict = RequestVerdict([], [], num_drafted=len(draft))
         node = -1
         while True:
-            row = rows.first_row + 1 + node
-            position = rows.position + len(verdict.accepted)
-            if not best.finite[row]:
+            token = self.token_at(node, len(verdict.accepted), draft, logits, rows, best)
+            if token is None:
                 verdict.finish_reason = FinishReason.ERROR
                 return verdict
-            token = (
-                best.token_ids[row] if rows.params.greedy else self.next_token(logits[row], rows, position, draft, node)
-            )
             verdict.token_ids.append(token)
             child = find_child(draft, node, token)
             if child is None:
                 return verdict
             verdict.accepted.append(child)
             node = child
+
+    def token_at(
+        self, node: int, depth: int, draft: RequestDraft, logits: Tensor, rows: SamplingRows, best: BestTokens
+    ) -> int | None:
+        """The token at the row of `node`, which lies `depth` below the root; None where it cannot be drawn from."""
+        row = rows.first_row + 1 + node
+        if not best.finite[row]:
+            return None
+        if rows.params.greedy:
+            return best.token_ids[row]
+        return self.next_token(logits[row], rows, rows.position + depth, draft, node)
 
     def next_token(self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int) -> int:
         """The token at a drawn row, that of `node`; a drafted child stands if it is that token. Rules differ here.

@@ -13,6 +13,7 @@ from forerun.sampling.distribution import draw, processed_logprobs
 from forerun.sampling.noise import Stream, uniform
 from forerun.spec.maths import acceptance_probability, residual_distribution
 from forerun.spec.proposer import RequestDraft
+from forerun.spec.rules import LOSSLESS
 from forerun.spec.verifiers.match import MatchVerifier
 
 
@@ -29,7 +30,7 @@ class StandardVerifier(MatchVerifier):
     """
 
     name = "standard"
-    lossless = "law"
+    lossless = LOSSLESS["standard"]
 
     def next_token(self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int) -> int:
         child = node + 1
@@ -45,13 +46,12 @@ class StandardVerifier(MatchVerifier):
             return token
         return self.draw_residual(residual_distribution(*both)[0], rows, position)
 
-    def accepts(self, probability: float, rows: SamplingRows, position: int, place: int = 0) -> bool:
-        """Whether to keep a drafted token; a method so that tests can enumerate the outcomes.
+    def accepts(self, probability: float, rows: SamplingRows, position: int) -> bool:
+        """Whether to keep the drafted token at an output position; a method so that tests can enumerate the outcomes.
 
-        Args:
-            place: keys further coins at the same output position.
+        The coin belongs to the draft: rules that look beyond what they accept must not see it again in a later one.
         """
-        return uniform(rows.seed, rows.choice, position, Stream.ACCEPT, place) < probability
+        return uniform(rows.seed, rows.choice, rows.position, Stream.ACCEPT, position - rows.position) < probability
 
     def draw_residual(self, probs: Tensor, rows: SamplingRows, position: int) -> int:
         """A token from the residual [V], with the target's own noise; a method for the same reason."""
