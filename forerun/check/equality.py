@@ -78,6 +78,8 @@ def compare(llm: LLM, plain: Served, drafted: Served, proposer: str, *, lossy: b
     for case, expected, found in zip(plain.cases, plain.outputs, drafted.outputs, strict=True):
         row = Row(case.check, proposer, case.parameter, Outcome.SAME)
         tally = tallies.setdefault((case.check, case.parameter), _Tally(row))
+        if expected.prompt_logprobs != found.prompt_logprobs:
+            tally.differences.append(Difference("log-probabilities of the prompt differ", near_tie=not is_exact(llm)))
         for one, other in zip(expected.outputs, found.outputs, strict=True):
             tally.count(one, other)
             if (difference := first_difference(one, other)) is not None:
@@ -107,7 +109,7 @@ def _judged(
 ) -> Difference:
     kind = "greedy" if case.params.greedy else f"seed {seed}, choice {one.index}"
     where = f"{difference} differ ({kind}, prompt {llm.tokenizer.decode(case.prompt[-8:])!r})"
-    exact = llm.info.device == "cpu"
+    exact = is_exact(llm)
     if difference != "tokens":
         return Difference(where, near_tie=not exact and difference == "log-probabilities")
     pairs = zip(one.token_ids, other.token_ids, strict=False)
@@ -121,6 +123,11 @@ def _judged(
     gap, best = top_two(llm.engine, context)
     where += f"; the target's two best there are {_spell(llm, best[:1])} and {_spell(llm, best[1:])}, {gap:.2g} apart"
     return Difference(where, near_tie=not exact and gap < NEAR_TIES.get(llm.info.dtype, NEAR_TIE))
+
+
+def is_exact(llm: LLM) -> bool:
+    """Whether a row's bits do not depend on the rows beside it."""
+    return llm.info.device == "cpu"
 
 
 def _spell(llm: LLM, ids: Sequence[int]) -> str:

@@ -278,4 +278,3 @@ def _add(evidence: Evidence, situation: Situation, seen: Counter[Path]) -> None:
             impossible = sum(number for path, number in heads.items() if path not in probabilities)
             cells = [heads[path] for path in probabilities]
             (evidence.joint if depth else evidence.first).add(cells, list(probabilities.values()), impossible)
-

@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forerun.check.equality import REHEARSED, Case, Served, compare, rehearsed, serve
+from forerun.check.equality import REHEARSED, Case, Served, compare, is_exact, rehearsed, serve
 from forerun.check.law import FALSE_ALARM, LENGTH, TOP_K, Evidence, judge, situations
 from forerun.check.parameters import PARAMETERS, Material, Parameter
 from forerun.check.prompts import PROMPTS
-from forerun.check.report import Check, Outcome, Report, Row
+from forerun.check.report import Check, Outcome, Report, Row, check_expectation
 from forerun.check.summary import summary
 from forerun.check.teacher import Context
 from forerun.errors import ConfigError
 from forerun.request import SamplingParams
 from forerun.spec.control import FixedLength
+from forerun.spec.rules import LAW, NO
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -68,23 +69,17 @@ def check_lossless(
     engine, info = llm.engine, llm.info
     if info.speculative_config is None:
         raise ConfigError("nothing to check: this engine decodes without speculation; give --speculative-config")
-    lossy = engine.verifier.lossless == "no"
     report = Report(info.model, info.speculative_config, engine.verifier.name, engine.verifier.lossless)
     started = time.perf_counter()
-    check_expectation(report.rule, lossy, expect_lossy)
+    check_expectation(report.rule, report.lossless, expect_lossy)
     with _always_drafting(llm):
-        if lossy and not expect_lossy:
+        if report.lossless == NO and not expect_lossy:
             report.rows.append(_lossy_row(report.rule))
         else:
             _Checker(llm, effort, parameters, report, tell).run()
     report.seconds = time.perf_counter() - started
-    report.words = summary(report, exact=info.device == "cpu")
+    report.words = summary(report, exact=is_exact(llm))
     return report
-
-
-def check_expectation(rule: str, lossy: bool, expect_lossy: bool) -> None:
-    if expect_lossy and not lossy:
-        raise ConfigError(f"--expect-lossy goes with a rule that is lossy, and {rule!r} is not: leave it out")
 
 
 def _lossy_row(rule: str) -> Row:
@@ -125,7 +120,7 @@ class _Checker:
         self.parameters = parameters
         self.report = report
         self.tell = tell
-        self.exact = llm.info.device == "cpu"
+        self.exact = is_exact(llm)
         room = llm.info.max_model_len - effort.num_tokens - LENGTH - 1
         if room < 1:
             raise ConfigError(f"max_model_len={llm.info.max_model_len} leaves no room for the check: give at least 256")
@@ -145,7 +140,7 @@ class _Checker:
             self._compare(plain, None, "all together")
         with rehearsed(self.llm, plain):
             self._compare(plain, None, REHEARSED)
-        if self.report.lossless == "law":
+        if self.report.lossless == LAW:
             for method in methods:
                 self._laws(method, [answer[:1] for answer in answers])
 
@@ -160,7 +155,7 @@ class _Checker:
 
     def _cases(self, seed: int) -> Iterator[Case]:
         """Each parameter at each prompt: drawn where the rule keeps the path of a seed, else at temperature 0."""
-        path = self.report.lossless != "law"
+        path = self.report.lossless != LAW
         for parameter in self.parameters:
             if not (path or parameter.at_zero):
                 continue
@@ -174,7 +169,7 @@ class _Checker:
     def _compare(self, plain: Served, method: str | None, name: str) -> None:
         self.tell(f"the same with drafts: {name}")
         drafted = serve(self.llm, plain.cases, method)
-        self.report.rows += compare(self.llm, plain, drafted, name, lossy=self.report.lossless == "no")
+        self.report.rows += compare(self.llm, plain, drafted, name, lossy=self.report.lossless == NO)
 
     # -- laws
 

@@ -76,11 +76,17 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("bad_words", lambda m: {"bad_words": m.words}),
     Parameter("min_tokens", lambda m: {"min_tokens": 8, "stop_token_ids": m.common[:3]}),
     Parameter("stop", lambda m: {"stop": m.stop}, shapes=False),
-    Parameter("include_stop_str_in_output", lambda m: {"stop": m.stop, "include_stop_str_in_output": True}, shapes=False),
+    Parameter(
+        "include_stop_str_in_output", lambda m: {"stop": m.stop, "include_stop_str_in_output": True}, shapes=False
+    ),
     Parameter("stop_token_ids", lambda m: {"stop_token_ids": m.common[3:5]}, shapes=False),
     Parameter("ignore_eos", lambda m: {"ignore_eos": True}, shapes=False),
     Parameter("skip_special_tokens", lambda m: {"skip_special_tokens": False, "ignore_eos": True}, shapes=False),
     Parameter("max_tokens", lambda m: {"max_tokens": 7}, shapes=False),
     Parameter("logprobs", lambda m: {"logprobs": 3}, shapes=False),
-    Parameter("n", lambda m: {"n": 3}, shapes=False),
+    Parameter("logprob_token_ids", lambda m: {"logprob_token_ids": m.common[:3]}, shapes=False),
+    Parameter("prompt_logprobs", lambda m: {"prompt_logprobs": 1}, shapes=False),
+    Parameter("truncate_prompt_tokens", lambda m: {"truncate_prompt_tokens": 8}, shapes=False),
+    Parameter("n", lambda m: {"n": 2}, shapes=False),
+    Parameter("best_of", lambda m: {"best_of": 2}, shapes=False),
 )

@@ -5,7 +5,7 @@ All of it was written for this file. The first are taken first.
 
 PROMPTS = (
     "tick tock tick tock tick tock tick tock tick tock tick",
-    "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return width * height",
+    "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return width *",
     "Shopping list:\n- 2 apples\n- 3 apples\n- 4 apples\n- 5",
     "Question: What is the capital of France?\nAnswer: The capital of France is Paris.\n\n"
     "Question: What is the capital of Italy?\nAnswer: The capital of",

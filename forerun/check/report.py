@@ -6,6 +6,9 @@ import enum
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from forerun.errors import ConfigError
+from forerun.spec.rules import NO
+
 
 class Outcome(enum.StrEnum):
     SAME = "same"  # every token, text, end and log-probability
@@ -75,3 +78,9 @@ class Report:
 
     def as_object(self) -> dict[str, Any]:
         return {"passed": self.passed, **asdict(self)}
+
+
+def check_expectation(rule: str, lossless: str, expect_lossy: bool) -> None:
+    """Raises ConfigError where a rule is said to be lossy that is not."""
+    if expect_lossy and lossless != NO:
+        raise ConfigError(f"--expect-lossy goes with a rule that is lossy, and {rule!r} is not: leave it out")

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from forerun.check.chi_square import MIN_EXPECTED, POWER
 from forerun.check.law import FALSE_ALARM, LENGTH, MAX_DRAFTED, TOP_K
 from forerun.check.report import Check, Outcome, Report, Row
+from forerun.spec.rules import LAW, NO, PATH
 
 PROMISES = {
-    "path": "the same seed gives the same text as without speculation",
-    "law": "texts follow the target's distribution; at temperature 0 they are the same as without speculation",
-    "no": "nothing: texts change by design",
+    PATH: "the same seed gives the same text as without speculation",
+    LAW: "texts follow the target's distribution; at temperature 0 they are the same as without speculation",
+    NO: "nothing: texts change by design",
 }
 
 
@@ -37,7 +38,7 @@ def _verdict(report: Report) -> str:
         return f"FAILED: {len(report.failed)} of {len(report.rows)} rows."
     if not report.passed:
         return "FAILED: nothing was drafted, so nothing was shown."
-    if report.lossless == "no":
+    if report.lossless == NO:
         return "Lossy, as expected: what changed is counted above."
     return "Passed: no difference was found."
 
@@ -54,8 +55,8 @@ def _tokens(rows: Sequence[Row], exact: bool) -> list[str]:
     )
     return [
         f"Tokens: {num_tokens} compared with plain decoding on the same engine, in mixed batches; {drafted} drafted, "
-        f"{accepted} of them accepted. Text, end and log-probabilities were compared too. {alarms} A fault that changes "
-        f"the share of tokens under 'finds', of steps with a draft, is found with probability {POWER:g}. "
+        f"{accepted} of them accepted. Text, end and log-probabilities were compared too. {alarms} A fault that "
+        f"changes the share of tokens under 'finds', of steps with a draft, is found with probability {POWER:g}. "
         "'rehearsed' drafts come from the answers themselves with every third token wrong, so that all is accepted and "
         "rejected everywhere."
     ]
@@ -66,10 +67,10 @@ def _laws(rows: Sequence[Row]) -> list[str]:
     power = f"{min(found):.3f} to {max(found):.3f}" if found else "none"
     return [
         f"Laws: {len(rows)}, each tested by chi-square for the first token and for {LENGTH} tokens, over "
-        f"{sum(row.num_tokens for row in rows)} draws on teacher-forced contexts, in cells that expect {MIN_EXPECTED:g} "
-        f"or more. The chance that any of them fails where all hold is at most {FALSE_ALARM:g} (Bonferroni, "
-        f"{2 * len(rows)} tests). A law that is off by the total variation under 'finds' ({power}) is found with "
-        f"probability {POWER:g}, unless it errs within rare tokens that share a cell."
+        f"{sum(row.num_tokens for row in rows)} draws on teacher-forced contexts, in cells that expect "
+        f"{MIN_EXPECTED:g} or more. The chance that any of them fails where all hold is at most {FALSE_ALARM:g} "
+        f"(Bonferroni, {2 * len(rows)} tests). A law that is off by the total variation under 'finds' ({power}) "
+        f"is found with probability {POWER:g}, unless it errs within rare tokens that share a cell."
     ]
 
 

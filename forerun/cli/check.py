@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forerun.check.report import Check, Outcome, Report, Row
+from forerun.check.report import Check, Outcome, Report, Row, check_expectation
 from forerun.cli.generate import say
 from forerun.cli.serve import parse_bytes
 from forerun.cli.speculation import (
@@ -24,6 +24,7 @@ from forerun.cli.speculation import (
     roles_from_options,
 )
 from forerun.errors import ConfigError
+from forerun.spec.rules import LOSSLESS
 
 if TYPE_CHECKING:  # torch comes with it, and the options are judged first
     from forerun.check.lossless import Effort
@@ -72,6 +73,7 @@ def check(
         say(f"warning: {note}")
     if spec is None:
         raise ConfigError("nothing to check without speculation: give --speculative-config")
+    check_expectation(spec.rejection_sample_method, LOSSLESS[spec.rejection_sample_method], expect_lossy)
     cache_bytes = parse_bytes("--kv-cache-memory", kv_cache_memory)
 
     progress = Console(stderr=True)

@@ -106,9 +106,7 @@ def test_a_broken_rule_loses_the_law(drawing: LLM, parts: None, rule: Verifier) 
 
 
 @pytest.mark.parametrize("parameter", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_penalties_that_miss_drafted_tokens_are_found(
-    matching: LLM, drawing: LLM, parts: None, parameter: str
-) -> None:
+def test_penalties_that_miss_drafted_tokens_are_found(matching: LLM, drawing: LLM, parts: None, parameter: str) -> None:
     for llm, checks in ((matching, [Check.SEEDED]), (drawing, [Check.GREEDY, Check.LAW])):
         llm.engine.processors = LogitsProcessors([broken.StalePenalties()])
         report = check_lossless(llm, FAULTS, parameters=named(parameter))
