@@ -61,7 +61,7 @@ class Situation:
     """A context with all that the rule and the judgement of it need.
 
     Attributes:
-        context: its output is not empty.
+        context: its output is not empty where drafts are looked at.
         target: tokens after the context -> the target's law there; for all that the target may say.
         drafts: drafted tokens -> the proposer's law after them; no entry where it does not draft.
         probabilistic: whether the proposer says what its tokens were drawn from.
@@ -89,7 +89,7 @@ class Situation:
 def situations(engine: Engine, contexts: Sequence[Context], method: str | None) -> list[Situation]:
     """All that is to be known at these contexts, by passes of the engine."""
     found = [Situation(context) for context in contexts]
-    _fill(engine, found)
+    fill_target(engine, found)
     for depth in range(min(MAX_DRAFTED, engine.info().num_spec_tokens)):
         asked = [(s, path) for s in found for path in _after(s.drafts, depth) if path in s.target]
         for (s, path), seen in zip(asked, _passes(engine, asked, method), strict=True):
@@ -103,8 +103,8 @@ def situations(engine: Engine, contexts: Sequence[Context], method: str | None) 
     return found
 
 
-def _fill(engine: Engine, found: Sequence[Situation]) -> None:
-    """The target's laws: breadth first, a batch a depth."""
+def fill_target(engine: Engine, found: Sequence[Situation]) -> None:
+    """The target's laws of LENGTH tokens: breadth first, a batch a depth."""
     for depth in range(LENGTH):
         asked = [(s, path) for s in found for path in _after(s.target, depth)]
         results = passes(engine, [s.at(path) for s, path in asked])
@@ -177,7 +177,7 @@ def judge(verifier: Verifier, situation: Situation, num_draws: int, seed: int, e
         evidence.num_accepted += num_accepted
     evidence.num_drafted += sum(map(len, drafted))
     evidence.apart = max(evidence.apart, rows_apart(situation))
-    _add(evidence, situation, _completed(situation, emitted, generator))
+    add_texts(evidence, situation, _completed(situation, emitted, generator))
 
 
 def _drafts(situation: Situation, count: int, generator: torch.Generator) -> list[Path]:
@@ -263,7 +263,8 @@ def _completed(situation: Situation, emitted: Counter[Path], generator: torch.Ge
     return done
 
 
-def _add(evidence: Evidence, situation: Situation, seen: Counter[Path]) -> None:
+def add_texts(evidence: Evidence, situation: Situation, seen: Counter[Path]) -> None:
+    """Texts of LENGTH tokens that were seen after a situation's context, beside the target's law."""
     probabilities: dict[Path, float] = {(): 1.0}
     for depth in range(LENGTH):
         probabilities = {

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forerun.check.equality import REHEARSED, Case, Served, compare, is_exact, rehearsed, serve
-from forerun.check.law import FALSE_ALARM, LENGTH, TOP_K, Evidence, judge, situations
+from forerun.check.law import (
+    FALSE_ALARM,
+    LENGTH,
+    TOP_K,
+    Evidence,
+    Path,
+    Situation,
+    add_texts,
+    fill_target,
+    judge,
+    situations,
+)
 from forerun.check.parameters import PARAMETERS, Material, Parameter
 from forerun.check.prompts import PROMPTS
 from forerun.check.report import Check, Outcome, Report, Row, check_expectation
 from forerun.check.summary import summary
 from forerun.check.teacher import Context
 from forerun.errors import ConfigError
-from forerun.request import SamplingParams
+from forerun.request import MAX_CHOICES, SamplingParams
 from forerun.spec.control import FixedLength
 from forerun.spec.rules import LAW, NO
 
@@ -37,16 +49,18 @@ class Effort:
         num_tokens: most tokens of an answer.
         num_contexts: of each law.
         num_draws: judged drafts of each context.
+        num_texts: generated for the law of the whole engine.
     """
 
     num_prompts: int = 6
     num_tokens: int = 24
     num_contexts: int = 2
     num_draws: int = 1000
+    num_texts: int = 512
 
 
 QUICK = Effort()
-THOROUGH = Effort(num_prompts=len(PROMPTS), num_tokens=128, num_contexts=6, num_draws=10_000)
+THOROUGH = Effort(num_prompts=len(PROMPTS), num_tokens=128, num_contexts=6, num_draws=10_000, num_texts=8192)
 
 
 def check_lossless(
@@ -176,7 +190,7 @@ class _Checker:
     def _laws(self, method: str, roots: Sequence[Sequence[int]]) -> None:
         """A row a parameter, and one for all of them together, which finds what is wrong everywhere soonest."""
         shaping = [parameter for parameter in self.parameters if parameter.shapes]
-        level = FALSE_ALARM / (2 * (len(shaping) + 1) * len(self.llm.info.spec_methods))
+        level = FALSE_ALARM / (2 * (len(shaping) + 2) * len(self.llm.info.spec_methods))
         whole = Evidence()
         for number, parameter in enumerate(shaping):
             self.tell(f"the law of {self.report.rule}: {parameter.name}, drafts {method}")
@@ -191,6 +205,34 @@ class _Checker:
             self._judged(parameter.name, method, evidence, level)
         if len(shaping) > 1:
             self._judged("all of these", method, whole, level)
+        self._judged("whole engine", method, self._generated(method), level)
+
+    def _generated(self, method: str) -> Evidence:
+        """Texts that the engine generates, the proposer drawing its drafts itself, beside the target's law."""
+        self.tell(f"the law of {self.report.rule}: whole engine, drafts {method}")
+        prompt = self.prompts[len(self.prompts) // 2]
+        params = SamplingParams(
+            temperature=1.0,
+            top_k=TOP_K,
+            ignore_eos=True,
+            max_tokens=LENGTH + 1,  # a draft is one token shorter than what is left
+            n=min(MAX_CHOICES, self.effort.num_texts),
+            speculative_config={"method": method},
+        )
+        situation = Situation(Context(prompt, params))
+        fill_target(self.llm.engine, [situation])
+        seeds = range(-(-self.effort.num_texts // params.n))
+        results = self.llm.generate([prompt for _ in seeds], [dataclasses.replace(params, seed=s) for s in seeds])
+        evidence, texts = Evidence(), Counter[Path]()
+        for answer in (answer for result in results for answer in result.outputs):
+            texts[tuple(answer.token_ids[:LENGTH])] += 1
+            assert answer.metrics is not None
+            spec = answer.metrics.speculative_decoding
+            assert spec is not None
+            evidence.num_drafted += spec["num_draft_tokens"]
+            evidence.num_accepted += spec["num_accepted_draft_tokens"]
+        add_texts(evidence, situation, texts)
+        return evidence
 
     def _context(self, parameter: Parameter, prompt: list[int], root: Sequence[int]) -> Context:
         params = parameter.params(

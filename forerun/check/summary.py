@@ -76,8 +76,9 @@ def _laws(rows: Sequence[Row]) -> list[str]:
 
 def _not_checked(laws: bool) -> str:
     more = (
-        f" Laws were looked at with top_k at most {TOP_K} and drafts of at most {MAX_DRAFTED} tokens, and drafts were "
-        "drawn here from the distributions that the proposer gives: that it draws from them itself was not checked."
+        f" Laws were looked at with top_k at most {TOP_K} and drafts of at most {MAX_DRAFTED} tokens, drawn here "
+        "from the distributions that the proposer gives; that it draws from them itself, the whole engine's row alone "
+        "looks at."
         if laws
         else ""
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from forerun.check.equality import REHEARSED
 from forerun.check.lossless import Effort, check_lossless
@@ -14,14 +16,16 @@ from forerun.check.parameters import PARAMETERS, Parameter
 from forerun.check.report import Check, Outcome, Report
 from forerun.errors import ConfigError
 from forerun.llm import LLM
+from forerun.sampling.distribution import draw
+from forerun.sampling.noise import Stream
 from forerun.sampling.processors import LogitsProcessors
 from forerun.spec.verifier import Verifier
 from tests.check import broken
 from tests.methods import METHODS, DraftModels
 from tests.tiny_engine import NGRAM
 
-SMALL = Effort(num_prompts=2, num_tokens=12, num_contexts=1, num_draws=200)
-FAULTS = Effort(num_prompts=3, num_tokens=24, num_contexts=3, num_draws=400)
+SMALL = Effort(num_prompts=2, num_tokens=12, num_contexts=1, num_draws=200, num_texts=128)
+FAULTS = Effort(num_prompts=3, num_tokens=24, num_contexts=3, num_draws=400, num_texts=256)
 
 
 def named(*names: str) -> list[Parameter]:
@@ -71,8 +75,8 @@ def test_a_rule_that_keeps_the_law_passes(drawing: LLM) -> None:
     assert (report.rule, report.lossless) == ("standard", "law")
     laws = [row for row in report.rows if row.check is Check.LAW]
     names = [parameter.name for parameter in PARAMETERS if parameter.shapes]
-    assert [row.parameter for row in laws] == [*names, "all of these"]
-    assert laws[-1].detectable < min(row.detectable or 1 for row in laws[:-1])
+    assert [row.parameter for row in laws] == [*names, "all of these", "whole engine"]
+    assert laws[-2].detectable < min(row.detectable or 1 for row in laws[:-2])
     assert all(row.detectable is None or 0 < row.detectable < 1 for row in laws)
     assert sum(row.outcome is Outcome.HOLDS for row in laws) > 8
     assert not any(row.check is Check.SEEDED for row in report.rows)
@@ -113,6 +117,17 @@ def test_penalties_that_miss_drafted_tokens_are_found(matching: LLM, drawing: LL
         for check in checks:
             assert set(failures(report, check)) == {parameter}
     assert "after the same tokens as output" in report.failed[-1].detail
+
+
+def test_drafts_that_know_the_targets_noise_are_found(drawing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proposer that does not draw as it says: only the texts of the whole engine tell."""
+
+    def coupled(logprobs: Tensor, seed: int, choice: int, root: int, stream: Stream, place: int) -> int:
+        return draw(logprobs, seed, choice, root + place, Stream.TARGET)
+
+    monkeypatch.setattr("forerun.spec.proposers.drafting.draw", coupled)
+    report = check_lossless(drawing, dataclasses.replace(FAULTS, num_texts=1024), parameters=named("temperature"))
+    assert failures(report, Check.LAW) == ["whole engine"]
 
 
 def test_a_row_that_shows_nothing_says_so(tiny_model: Path) -> None:
