@@ -30,9 +30,10 @@ MAX_DRAFTED = 2
 LENGTH = MAX_DRAFTED + 1
 MAX_WIDTH = 4  # tokens of a proposer's distribution that are looked at: any q will do, if drafts are drawn from it
 BATCH = 512
+SHARPER = 3  # power of the target's probabilities that rehearsed drafts are drawn from
 FALSE_ALARM = 1e-4  # of all laws of a check together
 
-Path = tuple[int, ...]
+Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -69,38 +70,66 @@ class Situation:
     """
 
     context: Context
-    target: dict[Path, Law] = field(default_factory=dict)
-    drafts: dict[Path, Law] = field(default_factory=dict)
+    target: dict[Tokens, Law] = field(default_factory=dict)
+    drafts: dict[Tokens, Law] = field(default_factory=dict)
     probabilistic: bool = False
-    trials: dict[Path, Pass] = field(default_factory=dict)
-    standing: dict[Path, Tensor] = field(default_factory=dict)
+    trials: dict[Tokens, Pass] = field(default_factory=dict)
+    standing: dict[Tokens, Tensor] = field(default_factory=dict)
 
-    def at(self, path: Path, draft: Path | None = None) -> Context:
+    def at(self, path: Tokens, draft: Tokens | None = None) -> Context:
         c = self.context
         return Context(c.prompt, c.params, (*c.output, *path), c.seed, c.choice, draft)
 
     @property
-    def longest_drafts(self) -> list[Path]:
+    def longest_drafts(self) -> list[Tokens]:
         """The drafts that the proposer may make, each as long as it goes."""
         paths = {(*path, token) for path, law in self.drafts.items() for token in law.ids}
         return sorted(path for path in paths if path not in self.drafts)
 
 
 def situations(engine: Engine, contexts: Sequence[Context], method: str | None) -> list[Situation]:
-    """All that is to be known at these contexts, by passes of the engine."""
+    """All that is to be known at these contexts, by passes of the engine.
+
+    Args:
+        method: whose drafts; None: made from the target's own laws, see `_rehearse`.
+    """
     found = [Situation(context) for context in contexts]
     fill_target(engine, found)
-    for depth in range(min(MAX_DRAFTED, engine.info().num_spec_tokens)):
-        asked = [(s, path) for s in found for path in _after(s.drafts, depth) if path in s.target]
-        for (s, path), seen in zip(asked, _passes(engine, asked, method), strict=True):
-            if len(seen.draft) and seen.draft.parents is None:
-                s.probabilistic |= seen.draft.probs is not None
-                s.drafts[path] = _law_of(seen.draft)
+    depths = range(min(MAX_DRAFTED, engine.info().num_spec_tokens))
+    if method is None:
+        for place, situation in enumerate(found):
+            _rehearse(situation, depths, reverse=place % 2 == 1)
+    else:
+        _fill_drafts(engine, found, depths, method)
     tried = [(s, draft) for s in found for draft in s.longest_drafts]
     results = passes(engine, [s.at((), draft) for s, draft in tried], speculation=True)
     for (s, draft), seen in zip(tried, results, strict=True):
         s.trials[draft] = seen
     return found
+
+
+def _rehearse(situation: Situation, depths: range, *, reverse: bool) -> None:
+    """Drafts that show faults, whatever the proposer: sharper than the target, as greedy minds are, or as likely as the
+    target finds them unlikely."""
+    situation.probabilistic = True
+    for path, law in situation.target.items():
+        if len(path) in depths:
+            order = law.probs.argsort()
+            probs = law.probs**SHARPER
+            if reverse:
+                probs = torch.empty_like(law.probs).scatter_(0, order, law.probs[order.flip(0)])
+            situation.drafts[path] = Law(law.ids, probs / probs.sum())
+
+
+def _fill_drafts(engine: Engine, found: Sequence[Situation], depths: range, method: str) -> None:
+    """The proposer's laws, after all that the target may say."""
+    for depth in depths:
+        asked = [(s, path) for s in found for path in _after(s.drafts, depth) if path in s.target]
+        results = passes(engine, [s.at(path) for s, path in asked], speculation=True, method=method)
+        for (s, path), seen in zip(asked, results, strict=True):
+            if len(seen.draft) and seen.draft.parents is None:
+                s.probabilistic |= seen.draft.probs is not None
+                s.drafts[path] = _law_of(seen.draft)
 
 
 def fill_target(engine: Engine, found: Sequence[Situation]) -> None:
@@ -113,15 +142,11 @@ def fill_target(engine: Engine, found: Sequence[Situation]) -> None:
             s.target[path] = Law.of(s.standing[path].exp())
 
 
-def _after(laws: dict[Path, Law], depth: int) -> list[Path]:
+def _after(laws: dict[Tokens, Law], depth: int) -> list[Tokens]:
     """The paths of this depth that are possible by the laws of the depth before."""
     if depth == 0:
         return [()]
     return [(*path, token) for path, law in laws.items() if len(path) == depth - 1 for token in law.ids]
-
-
-def _passes(engine: Engine, asked: Sequence[tuple[Situation, Path]], method: str | None) -> list[Pass]:
-    return passes(engine, [s.at(path) for s, path in asked], speculation=True, method=method)
 
 
 def _law_of(draft: RequestDraft) -> Law:
@@ -171,7 +196,7 @@ def judge(verifier: Verifier, situation: Situation, num_draws: int, seed: int, e
     """Have the rule judge `num_draws` drafts of a situation, and add what it emitted to the evidence."""
     generator = torch.Generator().manual_seed(seed)
     drafted = _drafts(situation, num_draws, generator)
-    emitted: Counter[Path] = Counter()
+    emitted: Counter[Tokens] = Counter()
     for tokens, num_accepted in _emitted(verifier, situation, drafted, seed):
         emitted[tokens] += 1
         evidence.num_accepted += num_accepted
@@ -180,12 +205,12 @@ def judge(verifier: Verifier, situation: Situation, num_draws: int, seed: int, e
     add_texts(evidence, situation, _completed(situation, emitted, generator))
 
 
-def _drafts(situation: Situation, count: int, generator: torch.Generator) -> list[Path]:
+def _drafts(situation: Situation, count: int, generator: torch.Generator) -> list[Tokens]:
     """Drafts as the proposer would make them: each token from its law after those before it."""
-    groups: dict[Path, int] = {(): count}
-    done: list[Path] = []
+    groups: dict[Tokens, int] = {(): count}
+    done: list[Tokens] = []
     while groups:
-        longer: Counter[Path] = Counter()
+        longer: Counter[Tokens] = Counter()
         for path, number in groups.items():
             if (law := situation.drafts.get(path)) is None:
                 done += [path] * number
@@ -211,7 +236,7 @@ class _Small:
         self.drafts = {path: self._draft(path) for path in situation.trials}
         self.logits = {p: s.logits.cpu()[:, columns].contiguous() for p, s in situation.trials.items()}
 
-    def _draft(self, path: Path) -> RequestDraft:
+    def _draft(self, path: Tokens) -> RequestDraft:
         rows = []
         for depth in range(len(path)):
             law = self.situation.drafts[path[:depth]]
@@ -224,8 +249,8 @@ class _Small:
 
 
 def _emitted(
-    verifier: Verifier, situation: Situation, drafted: Sequence[Path], seed: int
-) -> Iterator[tuple[Path, int]]:
+    verifier: Verifier, situation: Situation, drafted: Sequence[Tokens], seed: int
+) -> Iterator[tuple[Tokens, int]]:
     """(tokens, how many of them were accepted) of each draft, with a seed of its own."""
     small, seeds = _Small(situation), itertools.count(seed << 32)
     for start in range(0, len(drafted), BATCH):
@@ -246,12 +271,12 @@ def _emitted(
             yield tuple(small.ids[token] for token in stands.token_ids), len(stands.accepted)
 
 
-def _completed(situation: Situation, emitted: Counter[Path], generator: torch.Generator) -> Counter[Path]:
+def _completed(situation: Situation, emitted: Counter[Tokens], generator: torch.Generator) -> Counter[Tokens]:
     """What was emitted, each gone on with to LENGTH by draws from the target's law. What the target cannot say stays
     as it is."""
-    done: Counter[Path] = Counter()
+    done: Counter[Tokens] = Counter()
     while emitted:
-        longer: Counter[Path] = Counter()
+        longer: Counter[Tokens] = Counter()
         for path, number in emitted.items():
             law = situation.target.get(path)
             if law is None or len(path) == LENGTH:
@@ -263,9 +288,9 @@ def _completed(situation: Situation, emitted: Counter[Path], generator: torch.Ge
     return done
 
 
-def add_texts(evidence: Evidence, situation: Situation, seen: Counter[Path]) -> None:
+def add_texts(evidence: Evidence, situation: Situation, seen: Counter[Tokens]) -> None:
     """Texts of LENGTH tokens that were seen after a situation's context, beside the target's law."""
-    probabilities: dict[Path, float] = {(): 1.0}
+    probabilities: dict[Tokens, float] = {(): 1.0}
     for depth in range(LENGTH):
         probabilities = {
             (*path, token): p * own
@@ -273,7 +298,7 @@ def add_texts(evidence: Evidence, situation: Situation, seen: Counter[Path]) -> 
             for token, own in zip(situation.target[path].ids, situation.target[path].probs.tolist(), strict=True)
         }
         if depth in (0, LENGTH - 1):
-            heads = Counter[Path]()
+            heads = Counter[Tokens]()
             for path, number in seen.items():
                 heads[path[: depth + 1]] += number
             impossible = sum(number for path, number in heads.items() if path not in probabilities)

@@ -16,8 +16,8 @@ from forerun.check.law import (
     LENGTH,
     TOP_K,
     Evidence,
-    Path,
     Situation,
+    Tokens,
     add_texts,
     fill_target,
     judge,
@@ -155,8 +155,10 @@ class _Checker:
         with rehearsed(self.llm, plain):
             self._compare(plain, None, REHEARSED)
         if self.report.lossless == LAW:
-            for method in methods:
+            for method in (*methods, None):
                 self._laws(method, [answer[:1] for answer in answers])
+            for method in methods:
+                self._judged("whole engine", method, self._generated(method))
 
     # -- tokens
 
@@ -187,13 +189,18 @@ class _Checker:
 
     # -- laws
 
-    def _laws(self, method: str, roots: Sequence[Sequence[int]]) -> None:
-        """A row a parameter, and one for all of them together, which finds what is wrong everywhere soonest."""
-        shaping = [parameter for parameter in self.parameters if parameter.shapes]
-        level = FALSE_ALARM / (2 * (len(shaping) + 2) * len(self.llm.info.spec_methods))
-        whole = Evidence()
-        for number, parameter in enumerate(shaping):
-            self.tell(f"the law of {self.report.rule}: {parameter.name}, drafts {method}")
+    @property
+    def _level(self) -> float:
+        """Of each test: two a row, a row for each parameter, one for all of them and one for the whole engine."""
+        num_rows = sum(parameter.shapes for parameter in self.parameters) + 2
+        return FALSE_ALARM / (2 * num_rows * (len(self.llm.info.spec_methods) + 1))
+
+    def _laws(self, method: str | None, roots: Sequence[Sequence[int]]) -> None:
+        """A row a parameter, and one for all of them together, which finds what is wrong everywhere soonest. method:
+        None for rehearsed drafts."""
+        name, whole = method or REHEARSED, Evidence()
+        for number, parameter in enumerate(p for p in self.parameters if p.shapes):
+            self.tell(f"the law of {self.report.rule}: {parameter.name}, drafts {name}")
             places = _spread(number, self.effort.num_contexts, len(self.prompts))
             contexts = [self._context(parameter, self.prompts[place], roots[place]) for place in places]
             evidence = Evidence()
@@ -202,10 +209,8 @@ class _Checker:
                     seed = number * len(self.prompts) + place
                     judge(self.llm.engine.verifier, situation, self.effort.num_draws, seed, evidence)
             whole.join(evidence)
-            self._judged(parameter.name, method, evidence, level)
-        if len(shaping) > 1:
-            self._judged("all of these", method, whole, level)
-        self._judged("whole engine", method, self._generated(method), level)
+            self._judged(parameter.name, name, evidence)
+        self._judged("all of these", name, whole)
 
     def _generated(self, method: str) -> Evidence:
         """Texts that the engine generates, the proposer drawing its drafts itself, beside the target's law."""
@@ -223,7 +228,7 @@ class _Checker:
         fill_target(self.llm.engine, [situation])
         seeds = range(-(-self.effort.num_texts // params.n))
         results = self.llm.generate([prompt for _ in seeds], [dataclasses.replace(params, seed=s) for s in seeds])
-        evidence, texts = Evidence(), Counter[Path]()
+        evidence, texts = Evidence(), Counter[Tokens]()
         for answer in (answer for result in results for answer in result.outputs):
             texts[tuple(answer.token_ids[:LENGTH])] += 1
             assert answer.metrics is not None
@@ -244,9 +249,10 @@ class _Checker:
         )
         return Context(prompt, params, tuple(root))
 
-    def _judged(self, name: str, method: str, evidence: Evidence, level: float) -> None:
-        first, joint = evidence.first, evidence.joint
-        row = Row(Check.LAW, method, name, Outcome.HOLDS, joint.num_draws, evidence.num_drafted, evidence.num_accepted)
+    def _judged(self, parameter: str, proposer: str, evidence: Evidence) -> None:
+        level, first, joint = self._level, evidence.first, evidence.joint
+        row = Row(Check.LAW, proposer, parameter, Outcome.HOLDS, joint.num_draws)
+        row.num_drafted, row.num_accepted = evidence.num_drafted, evidence.num_accepted
         row.p_value = min(1.0, 2 * min(first.p_value, joint.p_value))
         row.detectable = joint.detectable(level)
         self.report.rows.append(row)

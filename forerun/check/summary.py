@@ -57,8 +57,8 @@ def _tokens(rows: Sequence[Row], exact: bool) -> list[str]:
         f"Tokens: {num_tokens} compared with plain decoding on the same engine, in mixed batches; {drafted} drafted, "
         f"{accepted} of them accepted. Text, end and log-probabilities were compared too. {alarms} A fault that "
         f"changes the share of tokens under 'finds', of steps with a draft, is found with probability {POWER:g}. "
-        "'rehearsed' drafts come from the answers themselves with every third token wrong, so that all is accepted and "
-        "rejected everywhere."
+        "'rehearsed' drafts come from the answers themselves with every third token wrong (in laws from the target's "
+        "own distribution, sharpened or reversed), so that all is accepted and rejected everywhere."
     ]
 
 
