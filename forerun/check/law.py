@@ -67,6 +67,7 @@ class Situation:
         drafts: drafted tokens -> the proposer's law after them; no entry where it does not draft.
         probabilistic: whether the proposer says what its tokens were drawn from.
         trials: each possible draft -> what the verifier is given with it.
+        standing: tokens after the context -> the logits [V] there.
     """
 
     context: Context
@@ -138,8 +139,8 @@ def fill_target(engine: Engine, found: Sequence[Situation]) -> None:
         asked = [(s, path) for s in found for path in _after(s.target, depth)]
         results = passes(engine, [s.at(path) for s, path in asked])
         for (s, path), seen in zip(asked, results, strict=True):
-            s.standing[path] = processed_logprobs(seen.logits[0], s.context.params)
-            s.target[path] = Law.of(s.standing[path].exp())
+            s.standing[path] = seen.logits[0]
+            s.target[path] = Law.of(processed_logprobs(seen.logits[0], s.context.params).exp())
 
 
 def _after(laws: dict[Tokens, Law], depth: int) -> list[Tokens]:
@@ -157,14 +158,14 @@ def _law_of(draft: RequestDraft) -> Law:
 
 def rows_apart(situation: Situation) -> float:
     """The largest total variation between a distribution after drafted tokens and the one after the same tokens as
-    output: 0 where both are computed exactly and everything counts drafted tokens."""
+    output, before temperature and filters: 0 where both are computed exactly and everything counts drafted tokens."""
     worst = 0.0
     for draft, seen in situation.trials.items():
         for depth in range(seen.rows.num_rows):
             standing = situation.standing.get(draft[:depth])
             if standing is not None:
-                trial = processed_logprobs(seen.logits[depth], situation.context.params)
-                worst = max(worst, float((trial.exp() - standing.exp()).abs().sum()) / 2)
+                rows = (logits.double().softmax(dim=-1) for logits in (seen.logits[depth], standing))
+                worst = max(worst, float((next(rows) - next(rows)).abs().sum()) / 2)
     return worst
 
 

@@ -21,6 +21,7 @@ from forerun.check.law import (
     add_texts,
     fill_target,
     judge,
+    rows_apart,
     situations,
 )
 from forerun.check.parameters import PARAMETERS, Material, Parameter
@@ -31,7 +32,7 @@ from forerun.check.teacher import Context
 from forerun.errors import ConfigError
 from forerun.request import MAX_CHOICES, SamplingParams
 from forerun.spec.control import FixedLength
-from forerun.spec.rules import LAW, NO
+from forerun.spec.rules import LAW, NO, PATH
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -154,6 +155,8 @@ class _Checker:
             self._compare(plain, None, "all together")
         with rehearsed(self.llm, plain):
             self._compare(plain, None, REHEARSED)
+        if self.report.lossless == PATH:
+            self._rows([answer[:1] for answer in answers])
         if self.report.lossless == LAW:
             for method in (*methods, None):
                 self._laws(method, [answer[:1] for answer in answers])
@@ -186,6 +189,26 @@ class _Checker:
         self.tell(f"the same with drafts: {name}")
         drafted = serve(self.llm, plain.cases, method)
         self.report.rows += compare(self.llm, plain, drafted, name, lossy=self.report.lossless == NO)
+
+    def _rows(self, roots: Sequence[Sequence[int]]) -> None:
+        """Whether a parameter counts drafted tokens as it counts output: at one context each, teacher-forced."""
+        for number, parameter in enumerate(p for p in self.parameters if p.shapes):
+            self.tell(f"distributions after drafted tokens: {parameter.name}")
+            place = number % len(self.prompts)
+            context = self._context(parameter, self.prompts[place], roots[place])
+            (situation,) = situations(self.llm.engine, [context], None)
+            apart = rows_apart(situation)
+            row = Row(Check.ROWS, REHEARSED, parameter.name, Outcome.SAME)
+            row.num_tokens = sum(seen.rows.num_rows for seen in situation.trials.values())
+            row.num_drafted = row.num_tokens - len(situation.trials)
+            if apart > self._row_distance:
+                row.outcome, row.detail = Outcome.FAILED, _rows_fault(apart)
+            self.report.rows.append(row)
+
+    @property
+    def _row_distance(self) -> float:
+        """How far rows may be apart that should be the same."""
+        return 0.0 if self.exact else ROW_DISTANCE
 
     # -- laws
 
@@ -256,7 +279,7 @@ class _Checker:
         row.p_value = min(1.0, 2 * min(first.p_value, joint.p_value))
         row.detectable = joint.detectable(level)
         self.report.rows.append(row)
-        if fault := _fault(evidence, level, 0.0 if self.exact else ROW_DISTANCE):
+        if fault := _fault(evidence, level, self._row_distance):
             row.outcome, row.detail = Outcome.FAILED, fault
         elif not evidence.num_drafted:
             row.outcome, row.detail = Outcome.NOTHING, "0 tokens drafted: nothing was shown by this row"
@@ -264,14 +287,15 @@ class _Checker:
             row.outcome, row.detail = Outcome.NOTHING, "the target leaves one token: nothing was shown by this row"
 
 
+def _rows_fault(apart: float) -> str:
+    return f"a distribution after drafted tokens is not the one after the same tokens as output: TV {apart:.2g}"
+
+
 def _fault(evidence: Evidence, level: float, allowed: float) -> str | None:
-    """What speaks against a law, in words. allowed: how far apart rows may be that should be the same."""
+    """What speaks against a law, in words. allowed: see `_Checker._row_distance`."""
     first, joint = evidence.first, evidence.joint
     if evidence.apart > allowed:
-        return (
-            f"a distribution after drafted tokens is not the one after the same tokens as output: {evidence.apart:.2g} "
-            "apart in total variation"
-        )
+        return _rows_fault(evidence.apart)
     if impossible := max(first.impossible, joint.impossible):
         return f"{impossible} times a token that the target cannot say"
     if min(first.p_value, joint.p_value) < level:

@@ -21,6 +21,7 @@ class Outcome(enum.StrEnum):
 class Check(enum.StrEnum):
     GREEDY = "greedy"  # tokens at temperature 0
     SEEDED = "seeded"  # tokens of a seed
+    ROWS = "rows"  # the target's distribution after drafted tokens, and after the same tokens as output
     LAW = "law"  # the distribution of draws
     RULE = "rule"  # what it promises
 

@@ -23,6 +23,10 @@ def summary(report: Report, *, exact: bool) -> list[str]:
     laws = [row for row in report.rows if row.check is Check.LAW]
     if tokens:
         words += _tokens(tokens, exact)
+    if rows := sum(row.num_tokens for row in report.rows if row.check is Check.ROWS):
+        words.append(
+            f"Rows: {rows} distributions after drafted tokens, compared with those after the same tokens as output."
+        )
     if laws:
         words += _laws(laws)
     if nothing := [row for row in report.rows if row.outcome is Outcome.NOTHING]:

@@ -135,7 +135,7 @@ def _table(rows: list[Row]) -> Table:
             row.parameter,
             Text(row.outcome, style=_STYLES.get(row.outcome, "green")),
             str(row.num_tokens),
-            f"{row.num_accepted} / {row.num_drafted}",
+            f"{'-' if row.check is Check.ROWS else row.num_accepted} / {row.num_drafted}",
             *([f"{row.p_value:.2g}"] if row.p_value is not None else []),
             _finds(row),
         )
