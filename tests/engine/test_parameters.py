@@ -23,7 +23,7 @@ FEW = settings(max_examples=2, deadline=None, database=None, suppress_health_che
 MANY = settings(FEW, max_examples=5)  # the first example is the simplest one, in all places of the batch
 DRAFTERS = METHODS | {"perfect": PERFECT["draft_model"]}
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
-TEXTS = st.sampled_from(["e", "a", "th", " the", "ser", "\n", "0", "er", "guess"])
+WORDS = ["e", "a", "th", " the", "ser", "0", "er", "guess"]
 
 
 def some(strategy: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[list[Any]]:
@@ -39,10 +39,10 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "repetition_penalty": st.sampled_from([0.8, 1.1, 2.0]),
     "logit_bias": st.dictionaries(TOKENS, st.sampled_from([-100.0, -3.0, 2.0, 8.0]), min_size=1, max_size=5),
     "allowed_token_ids": some(TOKENS, 80),
-    "bad_words": some(TEXTS, 3),
+    "bad_words": some(st.sampled_from(WORDS), 3),
     "min_tokens": st.integers(1, 12),
     "max_tokens": st.integers(1, 24),
-    "stop": some(TEXTS, 2),
+    "stop": some(st.sampled_from([*WORDS, "\n"]), 2),
     "stop_token_ids": some(TOKENS, 20),
     "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
