@@ -55,7 +55,7 @@ class DraftModels:
 def save_draft_models(target: Path, folder: Path) -> DraftModels:
     return DraftModels(
         target,
-        _noisy(target, folder / "noisy"),
+        save_noisy(target, folder / "noisy"),
         _padded(target, folder / "padded"),
         _renamed(target, folder / "renamed"),
         save_tiny_target(
@@ -69,12 +69,13 @@ def _load(target: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
 
 
-def _noisy(target: Path, folder: Path) -> Path:
+def save_noisy(target: Path, folder: Path, noise: float = 0.15) -> Path:
+    """T with noise on its weights, in shares of their own spread."""
     model = _load(target)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.15)
+            parameter.add_(torch.randn_like(parameter) * parameter.std() * noise)
     model.save_pretrained(folder)
     return save_tiny_tokenizer(folder)
 

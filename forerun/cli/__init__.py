@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "Complete a prompt, here and now.",
     "demo": "Show what speculation brings, on the built-in model.",
     "plan": "Say what a server would take of memory, from config files alone.",
+    "check": "Check that speculation keeps its promise, on your own models.",
     "config": "List the keys of --speculative-config, or check one.",
     "bench": "Measure a server, or what speculation brings.",
 }
