@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from forerun.beam import Beam, BeamSearch, BeamSearchParams
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.messages import EngineInfo, EngineStats, NewRequest, RequestMetrics
@@ -36,6 +37,7 @@ class CompletionOutput:
         index: among the n answers to its prompt.
         token_ids: what was generated; an end token is the last of them, and not in the text.
         logprobs: one entry a token where asked for.
+        error: why there is no more, where the finish reason is "error".
         drafted: for each token, whether it was drafted and accepted (False: drawn by the target).
         stop_reason: the stop string or stop token id that ended the text; None for the model's own end token.
         metrics: times, and `speculative_decoding`: acceptance figures (None without speculation).
@@ -49,13 +51,36 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
+    error: str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+
+@dataclass(slots=True)
+class BeamSequence:
+    """One continuation that beam search found: tokens and text of prompt and continuation, as vLLM gives them."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    finish_reason: FinishReason
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What beam search found for a prompt, best first."""
+
+    sequences: list[BeamSequence]
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its n answers.
+    """A prompt and its n answers; with `best_of`, those whose tokens are most likely together, best first.
 
     Attributes:
+        prompt_logprobs: where asked for, one entry a token of the prompt; None for the first.
         seed: the one that was used, for all of them: with it the same texts come again.
         num_cached_tokens: of the prompt, those whose keys and values were in the cache before it came.
     """
@@ -66,6 +91,7 @@ class RequestOutput:
     seed: int
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def metrics(self) -> RequestMetrics | None:
@@ -127,7 +153,7 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            sampling_params: one for all, or one a prompt.
+            sampling_params: one for all, or one a prompt; None: `default_sampling_params`.
             speculation: False switches drafting off for this call, whatever `sampling_params` say.
 
         Raises:
@@ -152,6 +178,33 @@ class LLM:
         prompts = [self.tokenizer.apply_chat_template([dict(m) for m in c], **template) for c in conversations]
         return self._run([(None, ids) for ids in prompts], sampling_params, speculation)
 
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """With the values of the model's generation_config.json, unless `generation_config` says otherwise."""
+        return SamplingParams(**self.info.sampling_defaults)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt. Nothing is drafted: every request is for one token.
+
+        Raises:
+            RequestError: a prompt that cannot be served.
+        """
+        batch = [self._encode(prompt) for prompt in _as_batch(prompts)]
+        searches = [BeamSearch(ids, params, self.info.eos_token_ids, self.info.max_model_len) for ids in batch]
+        while pending := [(place, ids) for place, s in enumerate(searches) for ids in s.pending]:
+            found = self._run([(None, ids) for _, ids in pending], params.one_token(), speculation=False)
+            for place, s in enumerate(searches):
+                own = [result.outputs[0] for (at, _), result in zip(pending, found, strict=True) if at == place]
+                if own:
+                    s.extend([entry for answer in own for entry in answer.logprobs or ()])
+        return [
+            BeamSearchOutput([self._sequence(ids, b) for b in s.best()]) for ids, s in zip(batch, searches, strict=True)
+        ]
+
+    def _sequence(self, prompt: list[int], beam: Beam) -> BeamSequence:
+        tokens = prompt + beam.token_ids
+        return BeamSequence(tokens, self.tokenizer.decode(tokens), beam.cumulative_logprob, beam.finish_reason)
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -172,7 +225,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         speculation: bool,
     ) -> list[RequestOutput]:
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.default_sampling_params
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling_params", "sampling_params")
@@ -180,12 +233,13 @@ class LLM:
         under_way: dict[str, tuple[RequestOutput, CompletionOutput]] = {}
         try:
             for (text, ids), p in zip(prompts, each, strict=True):
+                ids = p.cut_prompt(ids, self.info.max_model_len)
                 seed = self._seeds.getrandbits(DRAWN_SEED_BITS) if p.seed is None else p.seed
                 result = RequestOutput(f"request-{next(self._ids)}", text, ids, seed, [])
                 results.append(result)
                 for new in _choices(result, p, self._speculation(p) if speculation else RequestSpeculation(0)):
                     self.engine.add_request(new)
-                    answer = CompletionOutput(new.choice, logprobs=None if p.logprobs is None else [])
+                    answer = CompletionOutput(new.choice, logprobs=[] if new.params.wants_logprobs else None)
                     result.outputs.append(answer)
                     under_way[new.request_id] = result, answer
             while self.engine.has_work:
@@ -194,6 +248,8 @@ class LLM:
         except BaseException:
             self.engine.abort_requests(under_way)
             raise
+        for result, p in zip(results, each, strict=True):
+            _keep_best(result, p)
         return results
 
 
@@ -208,14 +264,25 @@ def _choices(result: RequestOutput, params: SamplingParams, drafts: RequestSpecu
         NewRequest(
             f"{result.request_id}-{choice}",
             result.prompt_token_ids,
-            params,
+            params.for_engine(),
             result.seed,
             choice=choice,
             max_draft_tokens=drafts.max_draft_tokens,
             draft_methods=drafts.draft_methods,
         )
-        for choice in range(params.n)
+        for choice in range(params.num_answers)
     ]
+
+
+def _keep_best(result: RequestOutput, params: SamplingParams) -> None:
+    """Of the answers that `best_of` made, the n that are given."""
+    if params.num_answers > params.n:
+        result.outputs.sort(key=lambda answer: -(answer.cumulative_logprob or 0.0))
+        del result.outputs[params.n :]
+        for place, answer in enumerate(result.outputs):
+            answer.index = place
+            if not params.wants_logprobs:
+                answer.logprobs = None
 
 
 def _extend(result: RequestOutput, answer: CompletionOutput, new: EngineOutput) -> None:
@@ -226,4 +293,7 @@ def _extend(result: RequestOutput, answer: CompletionOutput, new: EngineOutput) 
         answer.logprobs += new.logprobs or []
     if answer.index == 0:
         result.num_cached_tokens = new.num_cached_tokens
+        if new.prompt_logprobs is not None:
+            result.prompt_logprobs = [None, *new.prompt_logprobs]
     answer.finish_reason, answer.stop_reason, answer.metrics = new.finish_reason, new.stop_reason, new.metrics
+    answer.error = new.error

@@ -7,7 +7,7 @@ import math
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from forerun.errors import RequestError
@@ -20,6 +20,7 @@ DRAWN_SEED_BITS = 53  # of seeds that are drawn: every client's numbers can hold
 MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 100.0
 MAX_BIAS = 100.0
+MAX_COUNT = 2**31 - 1  # of tokens: what a message can hold
 MAX_BAD_WORDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 _PLURALS = {"stop": "stop strings", "bad_words": "bad_words"}
@@ -75,7 +76,9 @@ def _bias(value: object) -> dict[int, float] | None:
     bias: dict[int, float] = {}
     for key, amount in value.items():
         number = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
-        bias[cast(int, _whole("logit_bias", number))] = _real("logit_bias", amount)
+        if isinstance(number, bool) or not hasattr(number, "__index__"):
+            raise RequestError(f"logit_bias must have token ids for keys, got {key!r:.80}", "logit_bias")
+        bias[operator.index(number)] = _real("logit_bias", amount)
     for token_id, amount in bias.items():
         if not -MAX_BIAS <= amount <= MAX_BIAS:
             limits = f"[-{MAX_BIAS:g}, {MAX_BIAS:g}]"
@@ -97,11 +100,11 @@ _WHOLE: dict[str, tuple[int, int | None]] = {
     "top_k": (-1, None),
     "seed": (-(2 ** (SEED_BITS - 1)), None),
     "max_tokens": (1, None),
-    "min_tokens": (0, None),
+    "min_tokens": (0, MAX_COUNT),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
-    "truncate_prompt_tokens": (-1, None),
-    "thinking_token_budget": (-1, None),
+    "truncate_prompt_tokens": (-1, MAX_COUNT),
+    "thinking_token_budget": (-1, MAX_COUNT),
 }
 _NEVER_ABSENT = ("n", "top_k", "min_tokens")
 _REAL: dict[str, tuple[float, float]] = {
@@ -292,6 +295,31 @@ class SamplingParams:
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
+    def for_engine(self) -> SamplingParams:
+        """With what the front needs beside: the best of several answers are known by their log-probabilities."""
+        if self.num_answers == self.n or self.wants_logprobs:
+            return self
+        return replace(self, logprobs=0)
+
+    def cut_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """The prompt, cut as `truncate_prompt_tokens` says.
+
+        Raises:
+            RequestError: max_tokens leave no room for a prompt.
+        """
+        limit = self.truncate_prompt_tokens
+        if limit == -1:
+            limit = max_model_len - (self.max_tokens or 1)
+            if limit < 1:
+                raise RequestError(
+                    f"truncate_prompt_tokens=-1 leaves no prompt: max_model_len is {max_model_len}, max_tokens "
+                    f"{self.max_tokens}",
+                    "truncate_prompt_tokens",
+                )
+        if limit is None or len(token_ids) <= limit:
+            return token_ids
+        return token_ids[-limit:] if self.truncation_side is TruncationSide.LEFT else token_ids[:limit]
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Whether all token ids are the model's.
 
@@ -413,6 +441,11 @@ class Request:
     def num_computed_tokens(self) -> int:
         """Tokens whose keys and values are in the target's cache."""
         return self.caches[0].num_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Every row of the prompt is to be computed and looked at, so that none may come from the prefix cache."""
+        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def decoding(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-LISTS = ("--api-key", "--served-model-name")
+LISTS = ("--api-key", "--served-model-name", "--logits-processors")
 
 # vLLM's, by which a command line that served there is told what is missing here.
 _NAMES = """
@@ -15,12 +15,12 @@ _NAMES = """
     --enable-auto-tool-choice --enable-chunked-prefill --enable-expert-parallel --enable-force-include-usage
     --enable-log-requests --enable-lora --enable-prompt-tokens-details --enable-request-id-headers
     --enable-server-load-tracking --enable-sleep-mode --enable-tokenizer-info-endpoint --enforce-eager
-    --exclude-tools-when-tool-choice-none --generation-config --guided-decoding-backend
+    --exclude-tools-when-tool-choice-none --guided-decoding-backend
     --hf-config-path --hf-overrides --hf-token --kv-cache-metrics --kv-transfer-config
-    --limit-mm-per-prompt --load-format --logits-processors --logprobs-mode --lora-modules --max-logprobs
+    --limit-mm-per-prompt --load-format --logprobs-mode --lora-modules --max-logprobs
     --max-lora-rank --max-loras --max-num-partial-prefills --middleware --model --model-impl --num-gpu-blocks-override
     --optimization-level --override-generation-config --pipeline-parallel-size --prefix-caching-hash-algo
-    --reasoning-parser --reasoning-parser-plugin --response-role --return-tokens-as-token-ids
+    --reasoning-parser-plugin --response-role --return-tokens-as-token-ids
     --revision --runner --scheduling-policy --skip-tokenizer-init --ssl-ca-certs --ssl-certfile --ssl-keyfile
     --stream-interval --structured-outputs-config --swap-space --task --tensor-parallel-size --tokenizer-mode
     --tokenizer-revision --tool-call-parser --tool-parser-plugin --tool-server --trust-remote-code --uds

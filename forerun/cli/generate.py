@@ -6,7 +6,8 @@ import json
 import random
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import typer
@@ -39,9 +40,19 @@ def generate(
     system: Annotated[str | None, typer.Option(help="With --chat: a system message before it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most likely token each time; if not given, the model's or 1.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens above this share of the likeliest's.")] = None,
+    presence_penalty: Annotated[float, typer.Option(help="Against tokens that the output holds.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, times how often it holds them.")] = 0.0,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Against tokens of prompt and output; 1 changes nothing.")
+    ] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Never write this; may be repeated.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="So many tokens come before any end.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Fixes the text; one is drawn and shown if not given.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(help="End at this token; may be repeated.")] = None,
@@ -79,10 +90,20 @@ def generate(
     )
     for note in notes:
         say(f"warning: {note}")
+    chances = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    given = {name: value for name, value in chances.items() if value is not None}  # the others may be the model's own
     params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        **cast(dict[str, Any], given),
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        bad_words=tuple(bad_word or ()),
+        min_tokens=min_tokens,
         seed=random.SystemRandom().getrandbits(DRAWN_SEED_BITS) if seed is None else seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
@@ -109,6 +130,7 @@ def generate(
         kv_cache_memory_bytes=cache_bytes,
         num_threads=num_threads,
     )
+    params = replace(params, **{k: v for k, v in llm.info.sampling_defaults.items() if k not in given})
     ids = _prompt_ids(llm, text, chat, system)
     if as_json:
         outputs = list(stream(llm, ids, params))
@@ -119,6 +141,8 @@ def generate(
             outputs.append(output)
             typer.echo(output.text, nl=False)
         typer.echo()
+    if (error := outputs[-1].error) is not None:
+        raise RequestError(error)
     say(closing_line(outputs, params))
 
 

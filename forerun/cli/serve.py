@@ -125,6 +125,12 @@ def serve(
     gpu_memory_utilization: Annotated[float | None, _engine(
         "Share of the GPU's memory that the engine may fill; if not given, 0.92.")] = None,
     num_threads: Annotated[int | None, _engine("Threads of the CPU's kernels; if not given, PyTorch's choice.")] = None,
+    reasoning_parser: Annotated[str | None, _engine(
+        "The tags around the model's reasoning: a name, or tags:START,END.", metavar="NAME")] = None,
+    logits_processors: Annotated[list[str] | None, _engine(
+        "Classes of yours that change logits: A [B ...], see docs/sampling.md.", metavar="MODULE:CLASS")] = None,
+    generation_config: Annotated[str, _engine(
+        "Sampling values where a request gives none: auto (the model's), vllm (none) or a directory.")] = "auto",
     seed: Annotated[int | None, _engine("Makes the seeds repeatable that requests without one get.")] = None,
     host: Annotated[str, _web("Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, _web("Port to listen on; 0: any free one.")] = 8000,
@@ -179,6 +185,9 @@ def serve(
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
         num_threads=num_threads,
+        reasoning_parser=reasoning_parser,
+        logits_processors=tuple(logits_processors or ()),
+        generation_config=generation_config,
         seed=seed,
     )
     settings = ServerSettings(

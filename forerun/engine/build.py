@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,14 +26,18 @@ from forerun.memory.groups import GroupSpec
 from forerun.models.builtin import resolve_model
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder, attention_spec
+from forerun.models.generation_config import sampling_defaults
 from forerun.models.loading import load_model, read_config
 from forerun.models.paged import KV_DTYPES, PagedModel, new_memory
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
+from forerun.parsers.formats import reasoning_format
 from forerun.sampling.processors import LogitsProcessor
 from forerun.sampling.processors.bad_words import BadWords
 from forerun.sampling.processors.bias import AllowedTokens, LogitBias
+from forerun.sampling.processors.custom import CustomProcessors, RowProcessor, load_processors
 from forerun.sampling.processors.minimum import MinTokens
 from forerun.sampling.processors.penalties import Penalties
+from forerun.sampling.processors.thinking import ThinkingBudget
 from forerun.spec.control import make_control
 from forerun.spec.heads import complete
 from forerun.spec.proposer import TargetInfo
@@ -55,6 +60,10 @@ class Target:
     packed: bool
     tokenizer: Tokenizer
     load_time_s: float
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.tokenizer.eos_token_ids, *self.config.eos_token_ids}))
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,11 @@ def build_engine(config: EngineConfig) -> Engine:
         ConfigError: the settings, the files or the memory do not allow it. Settings are judged before weights load.
     """
     _set_num_threads(config.num_threads)
+    custom = load_processors(config.logits_processors)
     device, obstacle = find_device(config.device)
     _check_device(config, device)
     path = str(resolve_model(config.model))
+    defaults = sampling_defaults(config.generation_config, path)
     model_config = read_config(path)
     config, head_notes = _complete(config, model_config)
     shape = attention_spec(model_config, config.block_size).shape
@@ -98,7 +109,7 @@ def build_engine(config: EngineConfig) -> Engine:
     proposer.attach_all(memory, caches.pool.num_target_blocks)
     alone = len(caches.pool.groups) == 1
     paged = PagedModel.over(target.model, memory, kv_dtype, config.block_size, alone=alone)
-    notes = [*head_notes, *proposer.notes]
+    notes = [*_defaults_note(defaults), *head_notes, *proposer.notes]
     if device.type != "cpu":
         paged, line = gpu.record(paged, config, caches.max_model_len, proposer.hidden_taps)
         notes = [line, *notes] if line else notes
@@ -119,16 +130,32 @@ def build_engine(config: EngineConfig) -> Engine:
         proposer=proposer,
         verifier=make_verifier(config.speculative_config),
         control=make_control(config.speculative_config),
-        processors=_processors(target),
+        processors=_processors(config, target, custom),
         tokenizer=target.tokenizer,
-        eos_token_ids={*target.tokenizer.eos_token_ids, *model_config.eos_token_ids},
-        info=_info(config, target, caches, notes),
+        eos_token_ids=target.eos_token_ids,
+        info=_info(config, target, caches, defaults, notes),
     )
 
 
-def _processors(target: Target) -> list[LogitsProcessor]:
-    """In the order in which they change logits, which is vLLM's."""
-    return [LogitBias(), AllowedTokens(), BadWords(target.tokenizer), MinTokens(), Penalties()]
+def _processors(config: EngineConfig, target: Target, custom: Sequence[RowProcessor]) -> list[LogitsProcessor]:
+    """In the order in which they change logits, which is vLLM's; what is forced comes last."""
+    format = None if config.reasoning_parser is None else reasoning_format(config.reasoning_parser)
+    return [
+        LogitBias(),
+        AllowedTokens(),
+        BadWords(target.tokenizer),
+        MinTokens(),
+        CustomProcessors(custom),
+        Penalties(),
+        ThinkingBudget(target.tokenizer, format),
+    ]
+
+
+def _defaults_note(defaults: Mapping[str, Any]) -> list[str]:
+    if not defaults:
+        return []
+    values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    return [f"Sampling values where a request gives none: {values} (--generation-config vllm: without them)"]
 
 
 def _complete(config: EngineConfig, target: DecoderConfig) -> tuple[EngineConfig, Sequence[str]]:
@@ -182,7 +209,9 @@ def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig, d
     return Target(model_config, model, packed, tokenizer, time.perf_counter() - started)
 
 
-def _info(config: EngineConfig, target: Target, caches: Caches, notes: Sequence[str]) -> EngineInfo:
+def _info(
+    config: EngineConfig, target: Target, caches: Caches, defaults: dict[str, Any], notes: Sequence[str]
+) -> EngineInfo:
     spec = config.speculative_config
     num_blocks = caches.pool.num_target_blocks
     num_tokens = num_blocks * config.block_size
@@ -210,6 +239,8 @@ def _info(config: EngineConfig, target: Target, caches: Caches, notes: Sequence[
         speculative_config=spec.resolved() if spec else None,
         num_spec_tokens=spec.num_speculative_tokens if spec else 0,
         spec_methods=spec.method_names if spec else (),
+        eos_token_ids=target.eos_token_ids,
+        sampling_defaults=defaults,
         log_lines=[*lines, *notes, *(f"WARNING: {warning}" for warning in _warnings(config, target.model))],
     )
 

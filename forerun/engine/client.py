@@ -143,6 +143,7 @@ def merge(into: RequestOutput, later: RequestOutput) -> None:
     into.drafted += later.drafted
     if later.logprobs is not None:
         into.logprobs = (into.logprobs or []) + later.logprobs
+    into.prompt_logprobs = into.prompt_logprobs or later.prompt_logprobs
     into.num_cached_tokens = max(into.num_cached_tokens, later.num_cached_tokens)
     for name in ("finish_reason", "stop_reason", "metrics", "error", "error_param", "bad_request"):
         setattr(into, name, getattr(later, name))

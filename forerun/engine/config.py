@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forerun.errors import ConfigError
+from forerun.parsers.formats import reasoning_format
 
 if TYPE_CHECKING:
+    from forerun.sampling.processors.custom import RowProcessor
     from forerun.spec.config import SpeculativeConfig
 
 THREADS_A_CORE = 4  # more only fight each other
@@ -52,6 +54,11 @@ class EngineConfig:
         block_size: tokens a block.
         enable_prefix_caching: keep full blocks of finished requests for prompts that begin alike.
         num_threads: threads of the CPU's kernels; None: PyTorch's own choice.
+        reasoning_parser: the tags that the model puts around its reasoning: a name of `parsers/formats.py`, or a pair
+            as `tags:START,END`; None: not known.
+        logits_processors: the user's own classes, or their names as `module:Class` (sampling/processors/custom.py).
+        generation_config: where sampling values come from that a request leaves out: "auto": the model's
+            generation_config.json, "vllm": nowhere, or a directory that holds such a file.
         seed: makes the seeds that are drawn for requests without one repeatable; None: fresh ones.
     """
 
@@ -71,6 +78,9 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     num_threads: int | None = None
+    reasoning_parser: str | None = None
+    logits_processors: tuple[str | type[RowProcessor], ...] = ()
+    generation_config: str = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +97,9 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
+        if self.reasoning_parser is not None:
+            reasoning_format(self.reasoning_parser)
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         if self.quantization not in (None, "int8"):
             raise ConfigError(f"quantization={self.quantization!r} is not served: use 'int8' or leave it out")
         if self.quantization is not None and self.dtype != "auto":

@@ -92,6 +92,7 @@ class Engine:
                 draft = self.proposer.propose(DraftInputs(grant.requests), grant)
             plan = self.scheduler.schedule(draft)
             result = self.runner.forward(plan)
+            self.outputs.note_prompts(plan, result.prompt_logprobs)
             logits = self.processors.apply(plan, result.logits)
             verdict = self.verifier.verify(plan.draft, logits, plan.sampling)
             self.processors.explain(plan, logits, verdict)

@@ -58,6 +58,7 @@ class RequestOutput(msgspec.Struct):
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None
     drafted: list[bool] = []
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first output: of the prompt's tokens but the first
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
@@ -117,6 +118,8 @@ class EngineInfo(msgspec.Struct, tag="ready"):
     speculative_config: dict[str, Any] | None = None  # the resolved configuration; None without speculation
     num_spec_tokens: int = 0  # K, 0 without speculation
     spec_methods: tuple[str, ...] = ()  # names of the loaded methods, in the order in which they are asked
+    eos_token_ids: tuple[int, ...] = ()  # the model's own end tokens
+    sampling_defaults: dict[str, Any] = {}  # the model's, for fields that a request leaves out
     log_lines: list[str] = []  # what start-up said, for the front's log
 
 

@@ -3,12 +3,14 @@ counter or a client."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from forerun.engine.detokenizer import Detokenizer
 from forerun.engine.messages import RequestMetrics, RequestOutput
 from forerun.engine.plan import Plan
 from forerun.models.tokenizer import Tokenizer
 from forerun.request import FinishReason, Request
-from forerun.spec.verifier import RequestVerdict, Verdict
+from forerun.spec.verifier import RequestVerdict, TokenLogprobs, Verdict
 
 
 class OutputProcessor:
@@ -17,6 +19,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._detokenizers: dict[str, Detokenizer] = {}
+        self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}  # until the first output
 
     def start(self, request: Request) -> None:
         # An output goes on where its prompt ends: a leading space is the text's own
@@ -29,6 +32,14 @@ class OutputProcessor:
 
     def forget(self, request_id: str) -> None:
         self._detokenizers.pop(request_id, None)
+        self._prompt_logprobs.pop(request_id, None)
+
+    def note_prompts(self, plan: Plan, found: Mapping[str, Sequence[TokenLogprobs]]) -> None:
+        """Take the log-probabilities of prompts' tokens, chunk by chunk. After a preemption some come again."""
+        for s in plan.scheduled:
+            if (entries := found.get(s.request.request_id)) is not None:
+                known = self._prompt_logprobs.setdefault(s.request.request_id, [])
+                known += entries[len(known) - s.start :]
 
     def judge(self, plan: Plan, verdict: Verdict) -> None:
         """Cut every request's tokens at its first stop, and turn what is left into text."""
@@ -60,6 +71,7 @@ class OutputProcessor:
             verdict.text,
             verdict.logprobs,
             [place < len(verdict.accepted) for place in range(len(verdict.token_ids))],
+            self._prompt_logprobs.pop(request.request_id, None),
             verdict.finish_reason,
             verdict.stop_reason,
             request.num_cached_tokens,

@@ -12,6 +12,8 @@ from forerun.spec.proposer import EMPTY_DRAFT, Draft, RequestDraft
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.spec.verifier import TokenLogprobs
+
 
 @dataclass(slots=True, frozen=True)
 class ScheduledRequest:
@@ -33,6 +35,14 @@ class ScheduledRequest:
     @property
     def num_rows(self) -> int:
         return self.num_tokens + len(self.draft)
+
+    @property
+    def prompt_targets(self) -> list[int]:
+        """The prompt's tokens whose log-probabilities are asked for; this part's rows, from the first on, give them."""
+        if not self.request.wants_prompt_logprobs:
+            return []
+        end = min(self.start + self.num_tokens + 1, self.request.num_prompt_tokens)
+        return self.request.token_ids[self.start + 1 : end]
 
 
 @dataclass(slots=True)
@@ -81,7 +91,9 @@ class Hidden:
 
 @dataclass(slots=True)
 class ForwardResult:
-    """logits: [R, V] float32, rows as in `Plan.sampling`. hidden: what the proposer asked to see, else None."""
+    """logits: [R, V] float32, rows as in `Plan.sampling`. hidden: what the proposer asked to see, else None.
+    prompt_logprobs: by request id, of `ScheduledRequest.prompt_targets` where there are any."""
 
     logits: Tensor
     hidden: Hidden | None = None
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)

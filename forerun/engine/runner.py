@@ -8,8 +8,12 @@ import torch
 
 from forerun.attention import Segment
 from forerun.engine.plan import ForwardResult, Hidden, Plan, ScheduledRequest
+from forerun.models.decoder import DecoderOutput
 from forerun.models.paged import PagedModel
-from forerun.spec.verifier import Verdict
+from forerun.sampling.logprobs import token_logprobs
+from forerun.spec.verifier import TokenLogprobs, Verdict
+
+PROMPT_ROWS = 32  # of logits at once
 
 
 class Runner:
@@ -28,7 +32,25 @@ class Runner:
         """One pass over all rows of the plan; logits where `Plan.sampling` wants them."""
         output = self.target.forward([_segment(s) for s in plan.scheduled], self.taps)
         logits = self.target.logits(output, plan.logit_rows)
-        return ForwardResult(logits, Hidden(output.taps) if self.taps else None)
+        hidden = Hidden(output.taps) if self.taps else None
+        return ForwardResult(logits, hidden, self._prompt_logprobs(plan, output))
+
+    def _prompt_logprobs(self, plan: Plan, output: DecoderOutput) -> dict[str, list[TokenLogprobs]]:
+        """A few rows at a time: prompts are long, and vocabularies large."""
+        found: dict[str, list[TokenLogprobs]] = {}
+        first = 0
+        for s in plan.scheduled:
+            targets, entries = s.prompt_targets, []
+            for begin in range(0, len(targets), PROMPT_ROWS):
+                some = targets[begin : begin + PROMPT_ROWS]
+                rows = range(first + begin, first + begin + len(some))
+                logits = self.target.logits(output, rows)
+                num_top = s.request.params.prompt_logprobs or 0
+                entries += [token_logprobs(row, token, num_top) for row, token in zip(logits, some, strict=True)]
+            if targets:
+                found[s.request.request_id] = entries
+            first += s.num_rows
+        return found
 
     @torch.inference_mode()
     def keep(self, plan: Plan, verdict: Verdict) -> None:

@@ -338,7 +338,7 @@ class Scheduler:
             request.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
             self.num_prompt_tokens += request.num_tokens
-            self.prefix_cache_queries += request.num_tokens if self.enable_prefix_caching else 0
+            self.prefix_cache_queries += request.num_tokens if self._reads_prefixes(request) else 0
             self.prefix_cache_hits += request.num_computed_tokens
         self.running.append(request)
         self.running.sort(key=lambda r: r.arrival)
@@ -350,7 +350,7 @@ class Scheduler:
         The last token is always computed: its row gives the next one.
         """
         group = self.pool.groups[place]
-        if not self.enable_prefix_caching:
+        if not self._reads_prefixes(request):
             return []
         blocks: list[int] = []
         num_full = self._num_sharable(request)
@@ -362,6 +362,9 @@ class Scheduler:
         group.share(blocks)
         return blocks
 
+    def _reads_prefixes(self, request: Request) -> bool:
+        return self.enable_prefix_caching and not request.wants_prompt_logprobs
+
     def _num_sharable(self, request: Request) -> int:
         """Full blocks of the request's known tokens that it may take over."""
         return (request.num_tokens - max(1, self.hash_look_ahead)) // self.block_size
@@ -370,7 +373,7 @@ class Scheduler:
         """Whether a running request computes block `place` of this one's prefix: waiting for it costs a step or few,
         not waiting computes it once more. The n answers to one prompt arrive together, and so meet this."""
         known = self._hashes[request.request_id]
-        if place >= self._num_sharable(request) or not self.enable_prefix_caching:
+        if place >= self._num_sharable(request) or not self._reads_prefixes(request):
             return False
         running = (self._hashes[r.request_id] for r in self.running if not r.decoding)
         return any(hashes[place : place + 1] == [known[place]] for hashes in running)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from forerun.engine.messages import RequestOutput
 from forerun.server.job import Choice, Job, choice_metrics
-from forerun.server.logprobs import chat_logprobs, completion_logprobs
+from forerun.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from forerun.server.prompts import Tokenizer
 from forerun.server.settings import ServerSettings
+from forerun.spec.verifier import TokenLogprobs
 
 
 class Answer(ABC):
@@ -26,14 +28,14 @@ class Answer(ABC):
         self.job = job
         self.tokenizer = tokenizer
         self.settings = settings
-        self.num_logprobs = job.choices[0].request.params.logprobs
+        self.num_logprobs = len(job.params.logprob_token_ids) or job.params.logprobs
         self._head = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
 
     def whole(self) -> dict[str, Any]:
         """The answer in one piece; every output was given to its choice's `keep`."""
         return self._head | {
             "object": self.object,
-            "choices": [self.choice(index, choice) for index, choice in enumerate(self.job.choices)],
+            "choices": [self.choice(index, choice) for index, choice in enumerate(self.job.answers)],
             **self._usage(),
         }
 
@@ -47,7 +49,8 @@ class Answer(ABC):
         choice.count(output)
         body = self.job.body
         shows_tokens = output.token_ids and (body.return_token_ids or self.num_logprobs is not None)
-        if not (output.text or output.finish_reason or shows_tokens or body.continuous_usage):
+        shows_text = output.text or self._echo_is_due(choice)
+        if not (shows_text or output.finish_reason or shows_tokens or body.continuous_usage):
             return None
         delta = self.delta(index, choice, output)
         if body.return_token_ids:
@@ -77,6 +80,15 @@ class Answer(ABC):
     def _own_metrics(self, choice: Choice) -> dict[str, Any]:
         return self._metrics(choice) if len(self.job.choices) > 1 else {}
 
+    def _echo_is_due(self, choice: Choice) -> bool:
+        return self.job.body.echoes and not choice.echoed
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """Those of the prompt's tokens, where the body asks for them by this name."""
+        if self.job.body.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self.tokenizer, choice.prompt_logprobs)}
+
     def _metrics(self, choice: Choice) -> dict[str, Any]:
         metrics = choice_metrics(choice, self.settings)
         return {} if metrics is None else {"metrics": metrics}
@@ -104,10 +116,9 @@ class CompletionAnswer(Answer):
     chunk_object = "text_completion"
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = None
-        if self.num_logprobs is not None:
-            logprobs = completion_logprobs(self.tokenizer, choice, choice.logprobs)
-        answer = {"index": index, "text": "".join(choice.text), "logprobs": logprobs} | self._choice_tail(choice)
+        text, logprobs = self._shown(choice, "".join(choice.text), choice.logprobs)
+        answer = {"index": index, "text": text, "logprobs": logprobs} | self._choice_tail(choice)
+        answer |= self._prompt_logprobs(choice)
         if self.job.body.return_token_ids:
             answer["prompt_token_ids"] = choice.request.prompt_token_ids
         return answer
@@ -124,10 +135,20 @@ class CompletionAnswer(Answer):
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
     def delta(self, index: int, choice: Choice, output: RequestOutput) -> dict[str, Any]:
-        logprobs = None
-        if output.logprobs:
-            logprobs = completion_logprobs(self.tokenizer, choice, output.logprobs)
-        return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        choice.prompt_logprobs += output.prompt_logprobs or []
+        text, logprobs = self._shown(choice, output.text, output.logprobs or ())
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+    def _shown(self, choice: Choice, text: str, entries: Sequence[TokenLogprobs]) -> tuple[str, dict[str, Any] | None]:
+        """Text and log-probabilities of a choice, or of the next part of it; an echo of the prompt goes before all."""
+        prompt = None
+        if self._echo_is_due(choice):
+            choice.echoed, prompt = True, choice.request.prompt_token_ids
+            text = self.tokenizer.decode(prompt, self.job.params.skip_special_tokens) + text
+            entries = [*choice.prompt_logprobs, *entries]
+        if self.num_logprobs is None or not (entries or prompt or not self.job.body.stream):
+            return text, None
+        return text, completion_logprobs(self.tokenizer, choice, entries, None if prompt is None else prompt[0])
 
 
 class ChatAnswer(Answer):
@@ -138,7 +159,7 @@ class ChatAnswer(Answer):
         answer = super().whole()
         if self.job.body.return_token_ids:
             answer["prompt_token_ids"] = self.job.choices[0].request.prompt_token_ids
-        return answer
+        return answer | self._prompt_logprobs(self.job.choices[0])
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         logprobs = None

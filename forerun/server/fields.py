@@ -16,28 +16,10 @@ from forerun.errors import RequestError
 Neutral = tuple[Any, ...]  # values, beside null, at which a field asks for nothing
 
 _SAMPLING: dict[str, Neutral] = {
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "length_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logprob_token_ids": ([],),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "spaces_between_special_tokens": (True,),
     "repetition_detection": (),
     "watermarking": (),
-    "thinking_token_budget": (),
     "priority": (0,),
-    "echo": (False,),
 }
 
 _GRAMMAR: dict[str, Neutral] = {
@@ -59,7 +41,6 @@ _ANSWER: dict[str, Neutral] = {
     "session_id": (),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
-    "vllm_xargs": ({},),
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
@@ -68,6 +49,7 @@ _ANSWER: dict[str, Neutral] = {
 _COMPLETION_ONLY: dict[str, Neutral] = {"suffix": ("",), "prompt_embeds": ()}
 
 _CHAT_ONLY: dict[str, Neutral] = {
+    "echo": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),  # nothing to choose from, since tools are refused
     "parallel_tool_calls": (True, False),

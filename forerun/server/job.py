@@ -28,10 +28,16 @@ class Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    echoed: bool = False  # the prompt has been shown
     text_offset: int = 0  # characters of the tokens that logprobs were given for
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(entry.logprob for entry in self.logprobs)
 
     def count(self, output: RequestOutput) -> None:
         """Take the figures of an output; all that a stream has to remember."""
@@ -48,21 +54,35 @@ class Choice:
         self.text.append(output.text)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
+        self.prompt_logprobs += output.prompt_logprobs or []
 
 
 @dataclass(slots=True)
 class Job:
-    """A request with its choices: the n of the first prompt, those of the second, and so on."""
+    """A request with its choices: those of the first prompt, those of the second, and so on."""
 
     id: str
     created: int
     model: str
     body: GenerationBody
+    params: SamplingParams
     choices: list[Choice]
 
     @property
     def requests(self) -> list[NewRequest]:
         return [choice.request for choice in self.choices]
+
+    @property
+    def answers(self) -> list[Choice]:
+        """The n choices of each prompt that are given: with `best_of`, those whose tokens are most likely together."""
+        made, given = self.params.num_answers, self.params.n
+        if made == given:
+            return self.choices
+        answers: list[Choice] = []
+        for first in range(0, len(self.choices), made):
+            choices = self.choices[first : first + made]
+            answers += sorted(choices, key=lambda choice: -choice.cumulative_logprob)[:given]
+        return answers
 
     def usage(self) -> dict[str, Any]:
         """Each prompt counts once, and so do the tokens that were cached before it came."""
@@ -106,7 +126,7 @@ class JobMaker:
                 NewRequest(
                     f"{engine_id}-{place}-{choice}",
                     prompt,
-                    params,
+                    params.for_engine(),
                     seed,
                     choice=choice,
                     cache_salt=body.cache_salt or "",
@@ -116,9 +136,9 @@ class JobMaker:
             )
             for place, prompt in enumerate(prompts)
             for seed in [self._seed(params.seed)]
-            for choice in range(params.n)
+            for choice in range(params.num_answers)
         ]
-        return Job(job_id, int(time.time()), model, body, choices)
+        return Job(job_id, int(time.time()), model, body, params, choices)
 
     def _seed(self, given: int | None) -> int:
         return self._random.getrandbits(DRAWN_SEED_BITS) if given is None else given

@@ -12,18 +12,26 @@ from forerun.spec.verifier import TokenLogprobs
 LOWEST = -9999.0  # JSON has no infinity
 
 
-def completion_logprobs(tokenizer: Tokenizer, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """Moves `choice.text_offset` past the entries' tokens."""
-    tokens = [tokenizer.token_text(entry.token_id) for entry in entries]
+def completion_logprobs(
+    tokenizer: Tokenizer, choice: Choice, entries: Sequence[TokenLogprobs], opening: int | None = None
+) -> dict[str, Any]:
+    """Moves `choice.text_offset` past the entries' tokens.
+
+    Args:
+        opening: the first token of an echoed prompt: nothing stands before it, so that it has no log-probability.
+    """
+    before = [] if opening is None else [opening]
+    tokens = [tokenizer.token_text(token_id) for token_id in (*before, *(entry.token_id for entry in entries))]
+    nothing = [None] * len(before)
     offsets = []
     for token in tokens:
         offsets.append(choice.text_offset)
         choice.text_offset += len(token)
     return {
         "text_offset": offsets,
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
+        "token_logprobs": [*nothing, *(_finite(entry.logprob) for entry in entries)],
         "tokens": tokens,
-        "top_logprobs": [_by_text(tokenizer, entry) for entry in entries],
+        "top_logprobs": [*nothing, *(_by_text(tokenizer, entry) for entry in entries)],
     }
 
 
@@ -34,6 +42,21 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_to
             | {"top_logprobs": [_chat_token(tokenizer, i, logprob) for i, logprob in entry.top[:num_top]]}
             for entry in entries
         ]
+    }
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each token of the prompt, by token id; the first has none."""
+    return [None, *(_by_id(tokenizer, entry) for entry in entries)]
+
+
+def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
+    """The token itself, with its rank among all, and the most likely ones."""
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [(i, logprob, rank) for rank, (i, logprob) in enumerate(entry.top, 1) if i != entry.token_id]
+    return {
+        str(i): {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(i)}
+        for i, logprob, rank in ranked
     }
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from forerun.errors import RequestError
@@ -32,6 +34,11 @@ Messages = Annotated[
     list[dict[str, Any]], Field(fail_fast=True)
 ]  # a fault an item, for a million items, would take seconds
 Name = Annotated[str, Field(max_length=256)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+# Fields that `SamplingParams` knows by the same name, and judges; those that a request leaves out have their defaults
+# there, or in the model's generation_config.json.
+SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs", "speculative_config"}
 
 
 class Body(BaseModel):
@@ -65,16 +72,34 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
-    best_of: int | None = None  # nothing chooses the best of more than n
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Annotated[dict[str, float], Field(fail_fast=True, description="token id to what is added")] = {}
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopString], Field(fail_fast=True)] = []
+    min_tokens: int = 0
     seed: int | None = None
     stop: Stops = []
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    logprob_token_ids: TokenIds = []
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    thinking_token_budget: int | None = None
+    vllm_xargs: Annotated[dict[str, Any], Field(description="for the server's own logits processors")] = {}
     # Ours: how this request may draft, judged against what the server has loaded; and its older, shorter form.
     speculative_config: Annotated[
         dict[str, Any] | None,
@@ -90,6 +115,11 @@ class GenerationBody(Body):
     prompt_cache_key: Name | None = None
 
     @property
+    def echoes(self) -> bool:
+        """Whether the prompt is shown before the answer."""
+        return False
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -97,35 +127,46 @@ class GenerationBody(Body):
     def continuous_usage(self) -> bool:
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """
+        Args:
+            defaults: values for fields that the request leaves out, from the model's generation_config.json.
         Raises:
             RequestError: a value out of range, or fields that contradict each other.
         """
+        self._check_stream()
+        _warn_of_temperature(self.temperature)
+        given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS}
+        limit = self.token_limit()
+        if self.vllm_xargs:
+            given["extra_args"] = _sendable("vllm_xargs", self.vllm_xargs)
+        if "top_k" in given:
+            given["top_k"] = min(self.top_k, MAX_INT)
+        return SamplingParams(
+            **{
+                **defaults,
+                **given,
+                "max_tokens": None if limit is None else min(limit, MAX_INT),
+                "logprobs": self.num_logprobs(),
+                "prompt_logprobs": self.num_prompt_logprobs(),
+            }
+        )
+
+    def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true", "stream_options")
-        if self.best_of not in (None, self.n):
-            raise RequestError(
-                f"best_of={shorten(self.best_of)} is not served yet: leave it out or send n, which is "
-                f"{shorten(self.n)}",
-                "best_of",
-            )
-        _warn_of_temperature(self.temperature)
-        limit = self.token_limit()
-        return SamplingParams(
-            n=self.n,
-            temperature=self.temperature,
-            top_k=min(self.top_k, MAX_INT),
-            top_p=self.top_p,
-            seed=self.seed,
-            max_tokens=None if limit is None else min(limit, MAX_INT),
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            logprobs=self.num_logprobs(),
-            skip_special_tokens=self.skip_special_tokens,
-        )
+        if not self.stream:
+            return
+        for name, asked in (
+            ("prompt_logprobs", self.prompt_logprobs is not None),
+            ("best_of", self.best_of not in (None, self.n)),
+            ("use_beam_search", self.use_beam_search),
+        ):
+            if asked:
+                raise RequestError(f"{name}={shorten(getattr(self, name))} cannot be streamed: send stream=false", name)
+
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
 
     def speculation(self, methods: Sequence[str], num_speculative_tokens: int) -> RequestSpeculation:
         """How the request may draft, on a server with these methods and this K.
@@ -159,7 +200,18 @@ class CompletionBody(GenerationBody):
     ]})]  # fmt: skip
     max_tokens: int = 16
     logprobs: int | None = None
+    echo: bool = False
     add_special_tokens: bool = True
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    def num_prompt_logprobs(self) -> int | None:
+        """An echo has its log-probabilities where the answer has."""
+        if self.prompt_logprobs is None and self.echo:
+            return self.logprobs
+        return self.prompt_logprobs
 
     def token_limit(self) -> int | None:
         return self.max_tokens
@@ -219,6 +271,19 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+def _sendable(name: str, value: dict[str, Any]) -> dict[str, Any]:
+    """What a user may write as he likes must reach the engine.
+
+    Raises:
+        RequestError: it holds numbers or text that no message can.
+    """
+    try:
+        msgspec.msgpack.encode(value)
+    except (OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise RequestError(f"{name} cannot be used: {error}", name) from error
+    return value
 
 
 _warned_temperature = False

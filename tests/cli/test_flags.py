@@ -54,7 +54,8 @@ def test_lists_reach_the_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "flag", ["--max-logprobs", "--chat-template", "--config", "--tensor-parallel-size", "--reasoning-parser", "-tp"]
+    "flag",
+    ["--max-logprobs", "--chat-template", "--config", "--tensor-parallel-size", "--reasoning-parser-plugin", "-tp"],
 )
 @pytest.mark.parametrize("form", ["word", "equals"])
 def test_a_flag_of_vllms_that_is_not_served_is_one_line(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
+from forerun.errors import RequestError
 from forerun.models.tokenizer import Tokenizer
 from forerun.request import Request
 from forerun.sampling.batch import SamplingRows
@@ -47,7 +48,10 @@ def token_sequences(tokenizer: Tokenizer, word: str) -> list[list[int]]:
     """The word's tokens at the beginning of a text and after a space, as vLLM has them: the second only where they are
     as many and begin with another token, for else the first is what they end with."""
     word = word.lstrip()
-    bare, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
+    try:
+        bare, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
+    except RequestError as error:
+        raise RequestError(f"bad_words: {error}", "bad_words") from error
     return [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def paths(draft: RequestDraft) -> list[list[int]]:
-    """The drafted tokens before each row of a request: none for the root's, a node's ancestors and itself for its own."""
+    """The drafted tokens before each row of a request: none for the root's; for a node's, its ancestors and itself."""
     before: list[list[int]] = [[]]
     for node, token_id in enumerate(draft.tokens):
         before.append([*before[1 + draft.parent(node)], token_id])
