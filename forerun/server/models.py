@@ -228,10 +228,6 @@ class CompletionBody(GenerationBody):
         return self.max_tokens
 
     def num_logprobs(self) -> int | None:
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "echo=true with logprobs is not served yet: it asks for the log-probabilities of the prompt", "echo"
-            )
         return self.logprobs
 
 
