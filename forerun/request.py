@@ -151,7 +151,7 @@ class SamplingParams:
         logprob_token_ids: the log-probabilities of these tokens instead of the most likely ones'.
         prompt_logprobs: as `logprobs`, of the prompt's tokens but the first. The prefix cache is not read then.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: for callers of vLLM; must be true, text is what the tokenizer's decoder says.
+        spaces_between_special_tokens: keep the space that some decoders (WordPiece) write between special tokens.
         truncate_prompt_tokens: a longer prompt is cut to so many tokens; -1: to what leaves room for max_tokens.
         truncation_side: the end of the prompt that is cut off.
         thinking_token_budget: when reasoning has lasted so many tokens, its end tag is written; None or -1: no bound.
@@ -205,10 +205,6 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}",
                 "min_tokens",
-            )
-        if not self.spaces_between_special_tokens:
-            raise RequestError(
-                "spaces_between_special_tokens=False is not served: leave it out", "spaces_between_special_tokens"
             )
         if 0.0 < self.temperature < MIN_TEMPERATURE:  # logits divided by less overflow
             self._set("temperature", MIN_TEMPERATURE)

@@ -61,7 +61,7 @@ class Detokenizer:
         skips = params.skip_special_tokens
         self._source: _ByteText | _WindowText
         if tokenizer.spelling is Spelling.OTHER:
-            self._source = _WindowText(tokenizer, skips)
+            self._source = _WindowText(tokenizer, skips, params.spaces_between_special_tokens)
         else:
             self._source = _ByteText(tokenizer, skips, strip_leading)
         self._stops = [_StopString(stop) for stop in params.stop]
@@ -177,9 +177,11 @@ class _WindowText:
     so a rule that reaches further back (a space taken away before a full stop) is not followed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skips_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skips_special: bool, spaces_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skips_special = skips_special
+        self._spaces_special = spaces_special
+        self._after_special = False
         self._read: list[int] = []  # context: their text has been given
         self._unread: list[int] = []
 
@@ -191,7 +193,9 @@ class _WindowText:
         if text.endswith(REPLACEMENT) and len(self._unread) < MAX_UNDECIDED_TOKENS:
             return ""
         self._read, self._unread = self._unread, []
-        return text
+        after_special, self._after_special = self._after_special, self._tokenizer.is_special(token_id)
+        bare = after_special and self._after_special and not self._spaces_special
+        return text.lstrip(" ") if bare else text
 
     def flush(self) -> str:
         return self._new_text() if self._unread else ""

@@ -150,6 +150,25 @@ def test_other_decoders_are_asked_through_a_window() -> None:
     assert _stream(Detokenizer(tokenizer, SamplingParams(), ()), [[i] for i in ids])[0] == expected
 
 
+@pytest.mark.parametrize("spaced", [True, False])
+def test_a_space_between_special_tokens_may_be_left_out(spaced: bool) -> None:
+    """Where the decoder writes one: between them only, as vLLM has it."""
+    backend = Backend(models.WordPiece(vocab={"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    backend.add_special_tokens(["<|x|>", "<|y|>"])
+    params = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=spaced)
+    text = _stream(Detokenizer(_wrap(backend), params, ()), [[1], [2], [3], [1], [2]])[0]
+    assert text == ("a <|x|> <|y|> a <|x|>" if spaced else "a <|x|><|y|> a <|x|>")
+
+
+def test_a_stop_string_counts_from_the_token_after_min_tokens_on() -> None:
+    """It may begin before; what ends before is passed over, whole or in overlaps."""
+    for min_tokens, expected in ((0, ""), (2, "a"), (3, "aa"), (4, "aaa"), (9, "aaaaa")):
+        params = SamplingParams(stop=("aa",), min_tokens=min_tokens)
+        judged = Detokenizer(BYTE_LEVEL, params, ()).push(_ids("aaaaa"))
+        assert (judged.text if judged.finish_reason else "aaaaa") == expected
+
+
 @pytest.mark.parametrize("chunk", range(1, 7))
 def test_c22_characters_split_over_tokens_come_out_whole(chunk: int) -> None:
     text = "a👍 👨‍👩‍👧 e\u0301 한국어 é."

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from forerun.request import Request
@@ -35,8 +34,7 @@ class LogitBias(LogitsProcessor):
             ids, amounts = self._bias[r.request_id]
             places.add(r.indices, ids)
             added.append(np.tile(amounts, r.num_rows))
-        index = places.index(logits.device)
-        logits[index] += torch.from_numpy(np.concatenate(added)).to(logits.device)
+        places.on(logits).change(lambda _, values, amounts: values + amounts, np.concatenate(added))
 
     def forget(self, request_id: str) -> None:
         self._bias.pop(request_id, None)
@@ -59,11 +57,11 @@ class AllowedTokens(LogitsProcessor):
         places = Places()
         for r in rows:
             places.add(r.indices, self._allowed[r.request_id])
-        index = places.index(logits.device)
-        kept = logits[index]
-        whole = torch.tensor([row for r in rows for row in r.indices], device=logits.device)
-        logits.index_fill_(0, whole, NEGATIVE_INFINITY)
-        logits[index] = kept
+        selected = places.on(logits)
+        kept = selected.get()
+        for r in rows:
+            logits[r.first_row : r.first_row + r.num_rows] = NEGATIVE_INFINITY
+        selected.put(kept)
 
     def forget(self, request_id: str) -> None:
         self._allowed.pop(request_id, None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from forerun.request import Request, SamplingParams
@@ -42,18 +42,18 @@ class Penalties(LogitsProcessor):
             factors.append(np.full(len(counts), r.params.repetition_penalty, np.float32))
             amounts.append(counts * np.float32(r.params.frequency_penalty))
             amounts[-1] += (counts > 0) * np.float32(r.params.presence_penalty)
-        index = places.index(logits.device)
-        values = logits[index]
-        if any(r.params.repetition_penalty != 1 for r in rows):
-            factor = torch.from_numpy(np.concatenate(factors)).to(logits.device)
-            values = torch.where(values > 0, values / factor, values * factor)
-        logits[index] = values - torch.from_numpy(np.concatenate(amounts)).to(logits.device)
+        places.on(logits).change(penalised, np.concatenate(factors), np.concatenate(amounts))
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> None:
         self._seen[request.request_id].count(token_ids)
 
     def forget(self, request_id: str) -> None:
         self._seen.pop(request_id, None)
+
+
+def penalised(module: Any, values: Any, factor: Any, amount: Any) -> Any:
+    """Logits [N] of tokens that were seen, after the repetition penalty `factor` and less `amount`."""
+    return module.where(values > 0, values / factor, values * factor) - amount
 
 
 class _Seen:

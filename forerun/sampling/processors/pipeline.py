@@ -57,10 +57,13 @@ class LogitsProcessors:
         Args:
             logits: as `apply` left them.
         """
-        for rows in plan.sampling:
-            stands = verdict.by_request[rows.request_id]
-            if stands.finish_reason is not FinishReason.ERROR or rows.request_id not in self._asked:
+        failed = {
+            i for i, v in verdict.by_request.items() if v.finish_reason is FinishReason.ERROR
+        } & self._asked.keys()
+        for rows in plan.sampling if failed else ():
+            if rows.request_id not in failed:
                 continue
+            stands = verdict.by_request[rows.request_id]
             row = logits[rows.first_row + 1 + (stands.accepted[-1] if stands.accepted else -1)]
             if bool((row == NEGATIVE_INFINITY).all()):
                 failures = [processor.failure(rows.request_id) for processor in self._asked[rows.request_id]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from forerun.errors import RequestError
@@ -15,7 +15,7 @@ from forerun.parsers.formats import ReasoningFormat
 from forerun.request import Request
 from forerun.sampling.batch import SamplingRows
 from forerun.sampling.processors.interface import LogitsProcessor
-from forerun.sampling.processors.places import NEGATIVE_INFINITY
+from forerun.sampling.processors.places import NEGATIVE_INFINITY, Places
 from forerun.spec.proposer import Draft
 
 PROMPT_TAIL = 64  # tokens of the prompt that may hold an end tag
@@ -75,10 +75,12 @@ class ThinkingBudget(LogitsProcessor):
             for row, thought in enumerate(thoughts, r.first_row):
                 if not thought.ended and thought.num_tokens >= (r.params.thinking_token_budget or 0):
                     forced[row] = self._next_of_tag(thought)
+        places = Places()
+        for row, token_id in forced.items():
+            logits[row] = NEGATIVE_INFINITY
+            places.add([row], np.array([token_id]))
         if forced:
-            index = torch.tensor(list(forced)), torch.tensor(list(forced.values()))
-            logits[index[0].to(logits.device)] = NEGATIVE_INFINITY
-            logits[tuple(part.to(logits.device) for part in index)] = 0.0
+            places.on(logits).put(0.0)
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> None:
         self._thoughts[request.request_id] = reduce(self._follow, token_ids, self._thoughts[request.request_id])
