@@ -56,7 +56,7 @@ class Effort:
     num_prompts: int = 6
     num_tokens: int = 24
     num_contexts: int = 2
-    num_draws: int = 1000
+    num_draws: int = 500
     num_texts: int = 512
 
 
