@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from forerun.models.decoder import Attend, DecoderOutput
 from forerun.request import Request
-from forerun.spec.proposer import Draft, DraftInputs, RequestDraft
+from forerun.spec.proposer import Draft, DraftInputs, Proposer, RequestDraft
 
 if TYPE_CHECKING:
-    from forerun.engine.plan import Hidden, Plan
     from forerun.spec.proposer import Grant
-    from forerun.spec.verifier import Verdict
 
 PEAK = 30.0  # logit of the scripted token above all others
 
@@ -41,14 +39,10 @@ class ScriptedTarget:
         return logits.scatter_(1, hidden.long(), PEAK)
 
 
-class ScriptedProposer:
+class ScriptedProposer(Proposer):
     """Drafts what `script(request, length)` returns: right, wrong, empty, too long, or a tree."""
 
     name = "scripted"
-    hidden_taps: tuple[tuple[int, bool], ...] = ()
-    group = None
-    state_bytes = 0
-    times_s: ClassVar[dict[str, float]] = {}
 
     def __init__(self, script: Callable[[Request, int], RequestDraft]) -> None:
         self.script = script
@@ -56,9 +50,6 @@ class ScriptedProposer:
 
     def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
         return Draft({r.request_id: self.script(r, grant.lengths[r.request_id]) for r in inputs.requests})
-
-    def observe(self, plan: Plan, verdict: Verdict, hidden: Hidden | None) -> None:
-        pass
 
     def forget(self, request_id: str) -> None:
         self.forgotten.append(request_id)

@@ -45,8 +45,8 @@ class Served:
 
 def serve(llm: LLM, cases: Sequence[Case], method: str | None = None, *, speculation: bool = True) -> Served:
     """In one mixed batch. method: the one that may draft; None: all of them."""
-    chosen = {} if method is None else {"speculative_config": {"method": method}}
-    params = [replace(case.params, **chosen) for case in cases]
+    chosen = None if method is None else {"method": method}
+    params = [replace(case.params, speculative_config=chosen) for case in cases]
     return Served(cases, llm.generate([case.prompt for case in cases], params, speculation=speculation))
 
 

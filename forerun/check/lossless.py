@@ -56,7 +56,7 @@ class Effort:
     num_prompts: int = 6
     num_tokens: int = 24
     num_contexts: int = 2
-    num_draws: int = 1000
+    num_draws: int = 500
     num_texts: int = 512
 
 
@@ -158,8 +158,8 @@ class _Checker:
         if self.report.lossless == PATH:
             self._rows([answer[:1] for answer in answers])
         if self.report.lossless == LAW:
-            for method in (*methods, None):
-                self._laws(method, [answer[:1] for answer in answers])
+            for drafter in (*methods, None):
+                self._laws(drafter, [answer[:1] for answer in answers])
             for method in methods:
                 self._judged("whole engine", method, self._generated(method))
 

@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from forerun.request import SamplingParams
@@ -71,13 +70,6 @@ _SCHEMA = {
 }
 
 
-def _structured() -> list[Parameter]:
-    """Where it is served: its library is optional."""
-    there = "structured_outputs" in SamplingParams.__dataclass_fields__ and find_spec("llguidance") is not None
-    fields = {"structured_outputs": {"json": _SCHEMA}}
-    return [Parameter("structured_outputs", lambda m: fields, shapes=False)] if there else []
-
-
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter("temperature", lambda m: {"temperature": 0.6}, at_zero=False),
     Parameter("top_k", lambda m: {"top_k": 3}, at_zero=False),
@@ -104,5 +96,5 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("truncate_prompt_tokens", lambda m: {"truncate_prompt_tokens": 8}, shapes=False),
     Parameter("n", lambda m: {"n": 2}, shapes=False),
     Parameter("best_of", lambda m: {"best_of": 2}, shapes=False),
-    *_structured(),
+    Parameter("structured_outputs", lambda m: {"structured_outputs": {"json": _SCHEMA}}, shapes=False),
 )

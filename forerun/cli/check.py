@@ -126,7 +126,12 @@ def _table(rows: list[Row]) -> Table:
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("check", "drafts", "parameter", "result"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("draws" if law else "tokens", "accepted\n/ drafted", *(["p"] if law else []), "finds"):
+    for heading in (
+        "draws" if law else "tokens",
+        "accepted\n/ drafted",
+        *(["p"] if law else []),
+        "finds\nTV" if law else "finds",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -145,4 +150,4 @@ def _table(rows: list[Row]) -> Table:
 def _finds(row: Row) -> str:
     if row.detectable is None:
         return "-"
-    return f"TV {row.detectable:.3f}" if row.check is Check.LAW else f"{100 * row.detectable:.1f} %"
+    return f"{row.detectable:.3f}" if row.check is Check.LAW else f"{100 * row.detectable:.1f} %"

@@ -52,7 +52,8 @@ def test_every_row_is_free_or_forced_as_its_own_tokens_say(tokenizer: Tokenizer,
                 assert bool((changed == raw).all())
             else:
                 assert changed.isfinite().nonzero().flatten().tolist() == [token_id]
-    assert seen == {None, *end}
+    assert None in seen
+    assert len(seen & set(end)) > 1, "the tag's first token and one in its middle"
 
 
 @pytest.fixture(scope="module")
