@@ -162,10 +162,12 @@ METHODS: dict[str, Callable[[DraftModels], dict[str, Any]]] = {
     "eagle": _head("eagle", method="eagle"),
     "eagle_tree": _head("eagle", method="eagle", spec_tree=TREE),
     "peagle": _head("peagle", parallel_drafting=True),
-    "grammar": lambda drafts: {"method": "grammar"},
     "grammar_then_ngram": lambda drafts: {"method": ["grammar", NGRAM]},
     "suffix_then_eagle3": lambda drafts: {"method": [SUFFIX, METHODS["eagle3"](drafts)]},
 }
+
+# Those that draft for requests with a form of their text alone come on top.
+WITH_FORMS = METHODS | {"grammar": lambda drafts: {"method": "grammar"}}
 
 # Methods whose draft is the target itself, and knows its noise: every drafted token is right.
 PERFECT: dict[str, Callable[[DraftModels], dict[str, Any]]] = {

@@ -11,7 +11,7 @@ import pytest
 from forerun.engine.engine import Engine
 from forerun.engine.messages import NewRequest
 from forerun.request import FinishReason, SamplingParams
-from tests.methods import METHODS, DraftModels
+from tests.methods import METHODS, WITH_FORMS, DraftModels
 from tests.structured.forms import FORMS
 from tests.tiny_engine import Result, Work, finish, make_engine, prompts, run
 from tests.tiny_tokenizer import IM_END
@@ -53,11 +53,11 @@ def reference(tiny_model: Path) -> list[Result]:
     return results
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WITH_FORMS)
 def test_text_is_valid_and_that_of_plain_decoding(
     tiny_model: Path, draft_models: DraftModels, reference: list[Result], method: str
 ) -> None:
-    engine = make_engine(tiny_model, METHODS[method](draft_models))
+    engine = make_engine(tiny_model, WITH_FORMS[method](draft_models))
     results = run(engine, work())
     assert [r.key for r in results] == [r.key for r in reference]
     assert [r.logprobs for r in results] == [r.logprobs for r in reference]
@@ -79,7 +79,7 @@ def test_preemption_chunks_and_aborts_leave_no_trace(
     memory = {"kv_cache_memory_bytes": 96 << 10, "max_model_len": 180}
     if method == "eagle3_tree":  # a head's rows lie beside
         memory["kv_cache_memory_bytes"] = 500 << 10
-    engine = make_engine(tiny_model, METHODS[method](draft_models), max_num_batched_tokens=24, **memory)
+    engine = make_engine(tiny_model, WITH_FORMS[method](draft_models), max_num_batched_tokens=24, **memory)
     rng, results = random.Random(3), {}
     for place, (prompt, params) in enumerate(work()):
         seed = params.seed if params.seed is not None else place
