@@ -6,8 +6,11 @@ import ctypes
 import resource
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+MOST_STEPS = 10_000  # of the interpreter, far more than an exception is under way
 
 
 class DeadlineError(Exception):
@@ -21,11 +24,14 @@ def deadline(seconds: float) -> Iterator[None]:
     It takes effect between two steps of the interpreter: one long call into C is waited for. For code that swallows no
     exceptions and holds nothing that must be put back.
     """
-    thread, lock, over = threading.get_ident(), threading.Lock(), False
+    thread, lock = threading.get_ident(), threading.Lock()
+    over = raised = arrived = False
 
     def interrupt() -> None:
+        nonlocal raised
         with lock:
             if not over:
+                raised = True
                 _raise_in(thread, DeadlineError)
 
     timer = threading.Timer(seconds, interrupt)
@@ -33,11 +39,26 @@ def deadline(seconds: float) -> Iterator[None]:
     timer.start()
     try:
         yield
+    except DeadlineError:
+        arrived = True
+        raise
     finally:
         timer.cancel()
         with lock:
             over = True
-        _raise_in(thread, None)  # one that was raised and has not arrived yet
+        if raised and not arrived:
+            _let_arrive()
+
+
+def _let_arrive() -> None:
+    """Take an exception that was raised in this thread and is on its way; it comes with one of the next steps.
+
+    Taking it back instead (an exception of NULL) would leave CPython 3.11 looking for one at every step for good, and
+    hang whatever is traced.
+    """
+    with suppress(DeadlineError):
+        for _ in range(MOST_STEPS):
+            pass
 
 
 class MemoryLimit:
@@ -91,6 +112,5 @@ def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _raise_in(thread: int, kind: type[Exception] | None) -> None:
-    error = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+def _raise_in(thread: int, kind: type[Exception]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

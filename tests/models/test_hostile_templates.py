@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,8 @@ from forerun.errors import RequestError
 from forerun.models import tokenizer as module
 from forerun.models.confine import DeadlineError, deadline, memory_limit
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 
@@ -131,3 +135,26 @@ PIECES = st.sampled_from(WORDS.split())
 def test_any_template_is_rendered_or_refused(tokenizer: Tokenizer, template: str) -> None:
     with suppress(RequestError):
         render(tokenizer, template)
+
+
+TRACED_AFTER = """
+import sys
+from contextlib import suppress
+from forerun.models.confine import DeadlineError, deadline
+
+for seconds in (5.0, 0.0005):
+    with suppress(DeadlineError), deadline(seconds):
+        for _ in range(2000):
+            pass
+
+def trace(frame, event, arg):
+    return trace
+
+sys.settrace(trace)
+(lambda: [i for i in range(10)])()
+"""
+
+
+def test_a_deadline_leaves_nothing_behind_in_the_interpreter() -> None:
+    """An asynchronous exception that is taken back keeps CPython 3.11 busy for good, and hangs what is traced."""
+    subprocess.run([sys.executable, "-c", TRACED_AFTER], cwd=ROOT, timeout=60, check=True)
