@@ -138,7 +138,8 @@ def _combined(drafts: DraftModels) -> dict[str, Any]:
 
 def remembers(spec: dict[str, Any] | None) -> bool:
     """Whether something is kept when no request is there: what others may draft from."""
-    members = spec["method"] if spec and isinstance(spec["method"], list) else [spec or {}]
+    listed = spec["method"] if spec and isinstance(spec["method"], list) else [spec or {}]
+    members = [{"method": member} if isinstance(member, str) else member for member in listed]
     return any(
         member.get("method") == "ngram_mod" or member.get("suffix_decoding_max_cached_requests") for member in members
     )

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-
 MOST_STEPS = 10_000  # of the interpreter, far more than an exception is under way
 
 

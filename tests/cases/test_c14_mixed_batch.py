@@ -97,13 +97,13 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", ["ngram", "self"])
-def test_eight_requests_at_once_and_the_one_that_is_not_served_disturb_nobody(method: str, serve: Serve) -> None:
+def test_requests_at_once_and_the_one_that_is_not_served_disturb_nobody(method: str, serve: Serve) -> None:
     """C14 over HTTP: what is not served is refused by name, for that request only."""
     server = serve(method)
     with server.http() as http:
         alone = {name: complete(http, **({"max_tokens": LONG} | body)) for name, body in BODIES.items()}
         drafted = metric(http, "vllm:spec_decode_num_draft_tokens_total")
-        barrier = threading.Barrier(8)
+        barrier = threading.Barrier(len(BODIES) + len(REFUSED))
 
         def served(name: str, stream: bool) -> Any:
             barrier.wait(20)
@@ -114,7 +114,7 @@ def test_eight_requests_at_once_and_the_one_that_is_not_served_disturb_nobody(me
             return http.post(COMPLETIONS, json={"max_tokens": LONG} | REFUSED[name])
 
         for round_ in range(3):
-            with ThreadPoolExecutor(8) as pool:
+            with ThreadPoolExecutor(barrier.parties) as pool:
                 answers = {name: pool.submit(served, name, i % 2 == round_ % 2) for i, name in enumerate(BODIES)}
                 refusals = {name: pool.submit(refused, name) for name in REFUSED}
             assert {name: answer.result() for name, answer in answers.items()} == alone

@@ -160,11 +160,11 @@ def test_a_row_with_nothing_left_is_explained_and_a_broken_one_is_not() -> None:
     changed[1] = FORBIDDEN
     verdict = Verdict({"r": RequestVerdict([0], [4], 2, finish_reason=FinishReason.ERROR)})
     pipeline.explain(plan, changed, verdict)
-    assert "output position 1" in (verdict.by_request["r"].error or "")
+    assert "output position 1" in str(verdict.by_request["r"].fault)
     changed[1] = float("nan")
     verdict = Verdict({"r": RequestVerdict([0], [4], 2, finish_reason=FinishReason.ERROR)})
     pipeline.explain(plan, changed, verdict)
-    assert verdict.by_request["r"].error is None
+    assert verdict.by_request["r"].fault is None
 
 
 def test_a_bad_word_is_known_bare_and_after_a_space_as_vllm_has_it(tokenizer: Tokenizer) -> None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from forerun.request import SamplingParams
 from forerun.sampling.batch import SamplingRows
 from forerun.spec.proposer import RequestDraft
+from forerun.spec.verifiers.standard import StandardVerifier
 from forerun.structured.processor import cut_draft
-from tests.spec.test_standard import V, distributions, every_outcome
+from tests.spec.outcomes import V, distributions, every_outcome
 
 Law = dict[tuple[int, ...], list[float]]  # what follows each path
 K = 2
@@ -35,7 +36,7 @@ def emitted(target: Law, proposal: Law, *, keep_refused: bool) -> dict[tuple[int
         paths = [drafted[:k] for k in range(len(draft) + 1)]
         logits = torch.tensor([target[path] for path in paths], dtype=torch.float64).log()
         rows = SamplingRows("r", SamplingParams(), 0, 0, 0, len(draft) + 1, 0)
-        for probability, verdict in every_outcome(draft, logits, rows):
+        for probability, verdict in every_outcome(StandardVerifier, draft, logits, rows):
             if probability:
                 tokens = tuple(verdict.token_ids)
                 found[tokens] = found.get(tokens, 0.0) + drawn * probability

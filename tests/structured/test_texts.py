@@ -11,6 +11,7 @@ import pytest
 from forerun.engine.engine import Engine
 from forerun.engine.messages import NewRequest
 from forerun.request import FinishReason, SamplingParams
+from forerun.structured.processor import StructuredProcessor
 from tests.methods import METHODS, WITH_FORMS, DraftModels
 from tests.structured.forms import FORMS
 from tests.tiny_engine import Result, Work, finish, make_engine, prompts, run
@@ -41,8 +42,8 @@ def check_valid(results: list[Result]) -> None:
 
 
 def check_idle(engine: Engine) -> None:
-    (structured,) = engine.processors._processors
-    assert not structured._guides  # type: ignore[attr-defined]
+    (structured,) = (p for p in engine.processors._processors if isinstance(p, StructuredProcessor))
+    assert not structured._guides
 
 
 @pytest.fixture(scope="module")
