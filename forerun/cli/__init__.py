@@ -93,9 +93,9 @@ def _absent() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from forerun.version import package_version
 
-        typer.echo(f"forerun {version('forerun')}")
+        typer.echo(f"forerun {package_version()}")
         raise typer.Exit
 
 

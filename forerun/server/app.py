@@ -22,6 +22,7 @@ from forerun.server.settings import ServerSettings
 from forerun.server.state import ServerState
 from forerun.server.stats_log import StatsLog
 from forerun.structured.trial import GrammarTrial
+from forerun.version import package_version
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
@@ -34,7 +35,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     metrics = ServerMetrics(settings.model_name, client) if settings.log_stats else None
     if metrics is not None:
         client.observe(metrics)
-    app = FastAPI(title="forerun", version=system.package_version(), lifespan=_lifespan)
+    app = FastAPI(title="forerun", version=package_version(), lifespan=_lifespan)
     app.state.server = ServerState(
         client,
         tokenizer,

@@ -26,10 +26,10 @@ from forerun.server.app import create_app
 from forerun.server.connection import Connection
 from forerun.server.prompts import Tokenizer
 from forerun.server.settings import ServerSettings, WebSettings
-from forerun.server.system import package_version
 from forerun.spec.batch_table import KEY as TABLE_KEY
 from forerun.spec.batch_table import describe
 from forerun.spec.rules import PROMISES
+from forerun.version import package_version
 
 logger = logging.getLogger("forerun.server")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -18,6 +17,7 @@ from forerun.server.prompts import check_token_ids, completion_prompts, offload
 from forerun.server.state import ServerState, state_of
 from forerun.spec.rules import available_rules
 from forerun.spec.stats import SpecTotals
+from forerun.version import package_version
 
 router = APIRouter()
 
@@ -126,13 +126,6 @@ async def _tokens(state: ServerState, body: TokenizeBody) -> list[int]:
     text, special = body.prompt or "", body.add_special_tokens is not False
     (tokens,) = await completion_prompts(state.tokenizer, text, special, state.limits)
     return tokens
-
-
-def package_version() -> str:
-    try:
-        return version("forerun")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "0+unknown"
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
