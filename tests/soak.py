@@ -276,13 +276,13 @@ class Client(threading.Thread):
     def _gone(self, http: httpx.Client) -> None:
         """Close a stream after a few chunks, or a plain request before its answer."""
         path, body, _ = self._pick()
-        body = body | {"max_tokens": 200, "ignore_eos": True}
+        body = {name: value for name, value in body.items() if name != "stop"} | {"max_tokens": 200, "ignore_eos": True}
         if self._random.random() < 0.3:
             try:
-                http.post(path, json=body, timeout=self._random.uniform(0.01, 0.5))
+                answer = http.post(path, json=body, timeout=self._random.uniform(0.01, 0.5))
             except httpx.TimeoutException:
                 return
-            raise LostError("a long answer came too early")
+            raise LostError(f"a long answer came too early: {answer.status_code} {answer.text[:300]}")
         left = self._random.randrange(8)
         with http.stream("POST", path, json=body | {"stream": True}) as answer:
             for _ in self._chunks(answer):
