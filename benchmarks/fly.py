@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_bench import read_prompts
-
 from forerun import LLM, SamplingParams
+from forerun.bench.datasets import in_turns, spec_bench_questions
 
 RULES = ("standard", "fly")
 KINDS = {"greedy": 0.0, "temperature 0.8": 0.8}
@@ -43,7 +42,7 @@ def main() -> None:
         max_model_len=4096,
         num_threads=options.threads,
     )
-    prompts = [text for _, text in read_prompts(options.dataset, options.num_prompts)]
+    prompts = [q.text for q in in_turns(spec_bench_questions(options.dataset), options.num_prompts)]
     found = together(llm, prompts, options) if options.batch else one_by_one(llm, prompts, options)
     report = {kind: figures(pairs) for kind, pairs in found.items()}
     for kind, row in report.items():
