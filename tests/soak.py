@@ -361,7 +361,7 @@ class Sample:
 
 
 class Watcher(threading.Thread):
-    """Samples memory."""
+    """Samples memory while an engine serves: one that is loading grows."""
 
     def __init__(self, server: Server) -> None:
         super().__init__()
@@ -371,14 +371,17 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         began = time.monotonic()
-        while not self.stop.wait(SAMPLE_S):
-            try:
-                core = self._server.core()
-                core_mib = core.memory_info().rss / 2**20
-            except psutil.Error:  # between two engines
-                continue
-            front_mib = self._server.process.memory_info().rss / 2**20
-            self.samples.append(Sample(time.monotonic() - began, front_mib, core.pid, core_mib))
+        with self._server.http() as http:
+            while not self.stop.wait(SAMPLE_S):
+                try:
+                    if http.get("/health").status_code != 200:
+                        continue
+                    core = self._server.core()
+                    core_mib = core.memory_info().rss / 2**20
+                except (psutil.Error, httpx.HTTPError):  # between two engines
+                    continue
+                front_mib = self._server.process.memory_info().rss / 2**20
+                self.samples.append(Sample(time.monotonic() - began, front_mib, core.pid, core_mib))
 
     def front(self) -> tuple[float, float]:
         """After the first third: MiB a minute by least squares, and MiB between the medians of its two halves."""
