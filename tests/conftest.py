@@ -13,11 +13,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+from hypothesis import settings
 
 import forerun  # noqa: F401  sets OpenMP up before torch loads it
 
 import torch  # isort: skip
 
+settings.register_profile("any machine", deadline=None)  # times are for benchmarks
+settings.load_profile("any machine")
 torch.set_num_threads(1)  # the tiny models are smaller than the hand-over to a second thread
 
 

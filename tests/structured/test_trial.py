@@ -80,7 +80,7 @@ def test_what_would_take_forever_is_refused_in_time(trial: GrammarTrial, name: s
     assert time.monotonic() - started < 20  # by itself the first takes minutes; processor time is bounded at 1 s
     known = time.monotonic()
     refusal(trial, HOSTILE[name])
-    assert time.monotonic() - known < 0.1
+    assert time.monotonic() - known < 2
     trial.check({"regex": f"{name}+"})
 
 
