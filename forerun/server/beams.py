@@ -36,7 +36,7 @@ def beam_params(body: GenerationBody, params: SamplingParams, max_model_len: int
                 raise RequestError(f"{name}={shorten(getattr(body, name))} needs use_beam_search=true", name)
         return None
     plain = SamplingParams()
-    for name in sorted(body.model_fields_set | {"logprobs", "extra_args"}):
+    for name in sorted(body.model_fields_set | {"logprobs", "extra_args", "structured_outputs"}):
         if name in GO_WITH_IT or not hasattr(plain, name) or (name, body.temperature) == ("temperature", 0.0):
             continue
         if getattr(params, name) != getattr(plain, name):

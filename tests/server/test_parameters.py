@@ -171,6 +171,7 @@ def test_beam_search_gives_its_best_sequences(http: httpx.Client, llm: LLM) -> N
         ({"use_beam_search": True, "presence_penalty": 1}, "presence_penalty"),
         ({"use_beam_search": True, "logprobs": 1}, "logprobs"),
         ({"use_beam_search": True, "echo": True}, "echo"),
+        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
         ({"use_beam_search": True, "n": 11}, "n"),
         ({"vllm_xargs": {"a": 1}}, "extra_args"),
