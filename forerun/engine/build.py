@@ -33,7 +33,7 @@ from forerun.models.generation_config import sampling_defaults
 from forerun.models.loading import load_model, read_config
 from forerun.models.paged import KV_DTYPES, PagedModel, new_memory
 from forerun.models.tokenizer import Tokenizer, load_tokenizer
-from forerun.parsers.formats import reasoning_format
+from forerun.parsers.formats import ReasoningFormat, reasoning_format
 from forerun.sampling.processors import LogitsProcessor
 from forerun.sampling.processors.bad_words import BadWords
 from forerun.sampling.processors.bias import AllowedTokens, LogitBias
@@ -133,16 +133,20 @@ def build_engine(config: EngineConfig) -> Engine:
         proposer=proposer,
         verifier=make_verifier(config.speculative_config),
         control=make_control(config.speculative_config),
-        processors=[*_processors(config, target, custom), structured],
+        processors=_processors(target, custom, reasoning, structured),
         tokenizer=target.tokenizer,
         eos_token_ids=target.eos_token_ids,
         info=_info(config, target, caches, defaults, notes),
     )
 
 
-def _processors(config: EngineConfig, target: Target, custom: Sequence[RowProcessor]) -> list[LogitsProcessor]:
-    """In the order in which they change logits, which is vLLM's; what is forced comes last."""
-    format = None if config.reasoning_parser is None else reasoning_format(config.reasoning_parser)
+def _processors(
+    target: Target,
+    custom: Sequence[RowProcessor],
+    reasoning: ReasoningFormat | None,
+    structured: StructuredProcessor,
+) -> list[LogitsProcessor]:
+    """In the order in which they change logits: vLLM's, but that what is forced and forms come last."""
     return [
         LogitBias(),
         AllowedTokens(),
@@ -150,7 +154,8 @@ def _processors(config: EngineConfig, target: Target, custom: Sequence[RowProces
         MinTokens(),
         CustomProcessors(custom),
         Penalties(),
-        ThinkingBudget(target.tokenizer, format),
+        ThinkingBudget(target.tokenizer, reasoning),
+        structured,
     ]
 
 
