@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from forerun.errors import ConfigError
 
 TAG_PAIR = "tags:"
+PROMPT_TAIL = 64  # tokens of a prompt: enough to see whether it closes its reasoning
+
+
+class Decoder(Protocol):
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,10 @@ class ReasoningFormat:
         """Whether a text that follows this prompt begins inside of the reasoning. Only the prompt's end counts: tags
         further up are a message's own."""
         return not prompt.rstrip().endswith(self.end)
+
+    def begins_inside_after(self, prompt: Sequence[int], tokenizer: Decoder) -> bool:
+        """The same of a prompt's token ids."""
+        return self.begins_inside(tokenizer.decode(prompt[-PROMPT_TAIL:], False))
 
 
 REASONING_FORMATS = {

@@ -17,8 +17,6 @@ from forerun.server.fields import shorten
 from forerun.server.prompts import Tokenizer
 from forerun.server.settings import ServerSettings
 
-END_TOKENS = 64  # of a prompt: enough to see whether it closes its reasoning
-
 
 @dataclass(frozen=True)
 class ToolUse:
@@ -106,9 +104,8 @@ class Parsing:
     def message(self, prompt: list[int], tools: ToolUse, skips_special_tokens: bool) -> MessageState:
         """For the text that follows this prompt."""
         reasoning = self._reasoning
-        if reasoning is not None:
-            end = self._tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
-            reasoning = reasoning if reasoning.begins_inside(end) else None
+        if reasoning is not None and not reasoning.begins_inside_after(prompt, self._tokenizer):
+            reasoning = None
         return MessageState(reasoning, tools, self._tokenizer, skips_special_tokens)
 
     @property

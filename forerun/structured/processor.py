@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from forerun.structured.guide import Guide
     from forerun.structured.reasoning import EndTag
 
-PROMPT_TAIL = 64  # tokens of a prompt that its last tag is looked for in
-
 
 class StructuredProcessor(LogitsProcessor):
     """Holds a `Guide` for each constrained request. Comes last of all processors: what it leaves is drawn from.
@@ -137,9 +135,8 @@ class StructuredProcessor(LogitsProcessor):
     def _end_tag_for(self, request: Request) -> EndTag | None:
         if self._reasoning is None:
             return None
-        tail = request.token_ids[: request.num_prompt_tokens][-PROMPT_TAIL:]
-        inside = self._reasoning.begins_inside(self._tokenizer.decode(tail, skip_special_tokens=False))
-        return self._end_tag if inside else None
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        return self._end_tag if self._reasoning.begins_inside_after(prompt, self._tokenizer) else None
 
 
 def cut_draft(draft: RequestDraft, allowed: Sequence[int]) -> RequestDraft:

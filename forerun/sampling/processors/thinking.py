@@ -18,8 +18,6 @@ from forerun.sampling.processors.interface import LogitsProcessor
 from forerun.sampling.processors.places import NEGATIVE_INFINITY, Places
 from forerun.spec.proposer import Draft
 
-PROMPT_TAIL = 64  # tokens of the prompt that may hold an end tag
-
 
 @dataclass(frozen=True, slots=True)
 class Thought:
@@ -60,8 +58,7 @@ class ThinkingBudget(LogitsProcessor):
                 "--reasoning-parser, or leave it out",
                 "thinking_token_budget",
             )
-        prompt = request.token_ids[max(0, request.num_prompt_tokens - PROMPT_TAIL) : request.num_prompt_tokens]
-        if not self._format.begins_inside(self._tokenizer.decode(prompt, skip_special_tokens=False)):
+        if not self._format.begins_inside_after(request.token_ids[: request.num_prompt_tokens], self._tokenizer):
             return False
         self._thoughts[request.request_id] = Thought()
         return True
