@@ -112,7 +112,10 @@ class GrammarTrial:
     def _start(self) -> subprocess.Popen[bytes]:
         self.close()
         command = [sys.executable, "-m", "forerun.structured.trial"]
-        self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # In a session of its own: Ctrl-C in a terminal is ours to hear, and closing the pipe ends the process.
+        self._process = process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
         tokenizer = self._tokenizer
         ids = range(tokenizer.vocab_size)
         vocabulary = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,23 @@ def test_what_is_right_passes(trial: GrammarTrial, form: str) -> None:
 )
 def test_what_is_wrong_is_refused_with_the_reason(trial: GrammarTrial, form: dict[str, Any], part: str) -> None:
     assert part in refusal(trial, form)
+
+
+def test_ctrl_c_in_a_terminal_does_not_reach_the_process(trial: GrammarTrial) -> None:
+    trial.check({"json_object": True})
+    assert trial._process is not None
+    assert os.getpgid(trial._process.pid) != os.getpgid(0)
+
+
+def test_the_process_ends_with_the_one_that_asks(tiny_model: Path) -> None:
+    trial = GrammarTrial(load_tokenizer(str(tiny_model)))
+    trial.check({"json_object": True})
+    process = trial._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()  # as the system does where this process is killed
+    assert process.wait(20) == 0
+    trial.close()
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
