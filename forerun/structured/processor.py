@@ -12,6 +12,7 @@ import torch
 from forerun.errors import RequestError
 from forerun.parsers.formats import ReasoningFormat
 from forerun.sampling.processors.interface import LogitsProcessor
+from forerun.sampling.processors.places import NEGATIVE_INFINITY
 from forerun.spec.proposer import Draft, RequestDraft
 from forerun.structured.request import FIELD, StructuredOutputs
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from forerun.request import Request
     from forerun.sampling.batch import SamplingRows
     from forerun.structured.compiler import Compiler
-    from forerun.structured.guide import Guide
+    from forerun.structured.guide import Guide, Mask
     from forerun.structured.reasoning import EndTag
 
 
@@ -79,7 +80,7 @@ class StructuredProcessor(LogitsProcessor):
                 own[[not seen for seen in visited]] = 0
             first += r.num_rows
         places = [place for r in rows for place in range(r.first_row, r.first_row + r.num_rows)]
-        apply_masks(logits, torch.tensor(places), torch.from_numpy(masks))
+        apply_masks(logits, places, masks)
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> None:
         self._guides[request.request_id].commit(token_ids)
@@ -150,16 +151,23 @@ def cut_draft(draft: RequestDraft, allowed: Sequence[int]) -> RequestDraft:
     return draft if len(allowed) == len(draft) else draft.keep(allowed)
 
 
-def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+def apply_masks(logits: Tensor, places: Sequence[int], masks: Mask) -> None:
     """Put minus infinity where a token is not allowed, in place.
 
     Args:
         logits: [R, V] float32.
-        rows: [N] the rows that are masked.
+        places: the N rows that are masked.
         masks: [N, ceil(V / 32)] int32, bit i % 32 of word i // 32 set where id i is allowed.
     """
-    rows, masks = rows.to(logits.device), masks.to(logits.device)
-    octets = masks.view(torch.uint8)  # little-endian: bit i of octet i // 8
+    size = logits.shape[1]
+    if logits.is_cpu:  # by numpy: torch's threads wait for the cores longer than this takes
+        rows = logits.numpy()
+        forbidden = np.unpackbits(masks.view(np.uint8), axis=1, count=size, bitorder="little") == 0
+        for place, own in zip(places, forbidden, strict=True):
+            np.copyto(rows[place], NEGATIVE_INFINITY, where=own)
+        return
+    index = torch.tensor(places, device=logits.device)
+    octets = torch.from_numpy(masks).to(logits.device).view(torch.uint8)  # little-endian: bit i of octet i // 8
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    forbidden = ((octets.unsqueeze(-1) >> bits) & 1).flatten(1)[:, : logits.shape[1]] == 0
-    logits[rows] = logits[rows].masked_fill(forbidden, float("-inf"))
+    allowed = ((octets.unsqueeze(-1) >> bits) & 1).flatten(1)[:, :size]
+    logits[index] = logits[index].masked_fill(allowed == 0, NEGATIVE_INFINITY)

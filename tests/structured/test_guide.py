@@ -220,5 +220,5 @@ def test_masks_are_applied_to_the_rows_they_are_for() -> None:
             for i in range(vocab_size):
                 if not mask[i // 32] >> i % 32 & 1:
                     expected[row, i] = float("-inf")
-        apply_masks(logits, rows, masks)
+        apply_masks(logits, rows.tolist(), masks.numpy())
         assert torch.equal(logits, expected)
