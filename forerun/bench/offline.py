@@ -111,7 +111,9 @@ class Loop:
 
     def _submit(self, number: int, prompt: list[int], outcome: Outcome, under_way: dict[str, Outcome]) -> None:
         info, name = self.llm.info, f"bench-{number}"
-        drafts = request_speculation(self.params.speculative_config, info.spec_methods, info.num_spec_tokens)
+        drafts = request_speculation(
+            self.params.speculative_config, info.spec_methods, info.num_spec_tokens, info.rejection_sample_method
+        )
         params = self.params
         if outcome.sample.output_len is not None:
             params = replace(params, max_tokens=outcome.sample.output_len)
@@ -123,6 +125,7 @@ class Loop:
             cache_salt=self.salt,
             max_draft_tokens=drafts.max_draft_tokens,
             draft_methods=drafts.draft_methods,
+            rejection_sample_method=drafts.rejection_sample_method,
         )
         outcome.start = time.perf_counter()
         try:
