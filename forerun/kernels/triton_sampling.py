@@ -1,0 +1,323 @@
+"""From logits to tokens to verdicts as Triton kernels; their plain twins, and what they promise, are in
+`sampling.slots`.
+
+Every launch serves a step that mixes all kinds of rows: what a row asks for is read on the device, from its slot's
+record of eight 32-bit words (`sampling.slots.pack_params`). Nothing that changes from step to step is compiled in.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROBES = 8  # thresholds that a pass over a row tries
+SEARCH_BLOCK = 4096  # entries of a row that a search holds at once
+DRAW_BLOCK = 2048  # entries of a part
+
+
+@triton.jit
+def _real(params, slot, fields, place: tl.constexpr):
+    return tl.load(params + slot * fields + place).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _word(params, slot, fields, place: tl.constexpr):
+    return tl.load(params + slot * fields + place).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _philox(counter, position, choice, last: tl.constexpr, seed_low, seed_high):
+    """As `sampling.noise.philox`: four uint32 words of each first counter word [N] uint32."""
+    c1 = tl.zeros_like(counter) + position.to(tl.uint32)
+    c2 = tl.zeros_like(counter) + choice
+    c3 = tl.zeros_like(counter) + last
+    return tl.philox_impl(counter, c1, c2, c3, seed_low, seed_high, 10)
+
+
+@triton.jit
+def _weigh(row, width, probes, low, high, peak, rate, MASS: tl.constexpr, PROBES: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """One pass over a row.
+
+    Returns:
+        [PROBES] float32, of the entries that are at least a probe: their number, or with MASS the sum of their
+        exp((entry - peak) * rate); the least entry that is at least `low`; the largest one below `high`.
+    """
+    weights = tl.zeros([PROBES, BLOCK], tl.float32)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    below = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        values = tl.load(row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        weight = tl.full([BLOCK], 1.0, tl.float32)
+        if MASS:
+            weight = tl.exp((values - peak) * rate)
+        weights += tl.where(values[None, :] >= probes[:, None], weight[None, :], 0.0)
+        least = tl.minimum(least, tl.where(values >= low, values, float("inf")))
+        below = tl.maximum(below, tl.where(values < high, values, float("-inf")))
+    return tl.sum(weights, 1), tl.min(least, 0), tl.max(below, 0)
+
+
+@triton.jit
+def _search(row, width, need, low, high, peak, rate, MASS: tl.constexpr, PROBES: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """The largest entry from `low` to `high` such that the entries from it on are `need` many, or have this mass; the
+    least one from `low` on where none is such. `high` is the row's largest entry.
+
+    Each pass cuts the interval, both ends included, into PROBES parts, and moves both ends to entries that there are:
+    it ends when one is left, after few passes, at the latest when every entry has been an end.
+    """
+    places = tl.arange(0, PROBES)
+    while low < high:
+        probes = tl.minimum(low + (high - low) * ((places + 1).to(tl.float32) / PROBES), high)
+        probes = tl.where(places == PROBES - 1, high, probes)
+        weights, least, below = _weigh(row, width, probes, low, high, peak, rate, MASS, PROBES, BLOCK)
+        enough = weights >= need
+        found = tl.max(tl.where(enough, probes, low), 0)
+        missed = tl.min(tl.where(enough, float("inf"), probes), 0)
+        low = tl.maximum(found, least)
+        high = tl.minimum(missed, below)
+    return low
+
+
+@triton.jit
+def _mass(row, width, floor, peak, temperature, rate, BLOCK: tl.constexpr):
+    """The sum of exp((entry - peak) * rate) over the entries whose scaled logit is at least `floor`."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        values = tl.load(row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        scaled = tl.div_rn(values, tl.zeros_like(values) + temperature)
+        total += tl.where(scaled >= floor, tl.exp((values - peak) * rate), 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _peak(row, width, BLOCK: tl.constexpr):
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        values = tl.load(row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        largest = tl.maximum(largest, values)
+    return tl.max(largest, 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "floors"])
+def _find_floors(
+    logits, slots, params, floors, width, stride, fields, PROBES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Of each row the least scaled logit (divided by the temperature) that min-p, top-k and top-p keep.
+
+    Entries further below the largest than the noise can reach (26.1 nats) cannot be drawn: a floor among them may be
+    too low. Searches run over the logits as they are, and the result is scaled: division keeps their order.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + number).to(tl.int64)
+    temperature = _real(params, slot, fields, 0)
+    top_p = _real(params, slot, fields, 1)
+    min_p = _real(params, slot, fields, 2)
+    top_k = tl.load(params + slot * fields + 3)
+    by_rank = (top_k > 0) & (top_k < width)
+    floor = tl.full([], float("-inf"), tl.float32)
+    if (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0)):
+        row = logits + number * stride
+        peak = _peak(row, width, BLOCK)
+        low = peak - 27.0 * temperature
+        rate = 1.0 / temperature
+        if min_p > 0.0:
+            floor = tl.div_rn(peak, temperature) + tl.log(min_p.to(tl.float64)).to(tl.float32)
+        if by_rank:
+            need = top_k.to(tl.float32)
+            least = _search(row, width, need, low, peak, peak, rate, False, PROBES, BLOCK)
+            floor = tl.maximum(floor, tl.div_rn(least, temperature))
+        if top_p < 1.0:
+            need = top_p * _mass(row, width, floor, peak, temperature, rate, BLOCK)
+            least = _search(row, width, need, low, peak, peak, rate, True, PROBES, BLOCK)
+            floor = tl.maximum(floor, tl.div_rn(least, temperature))
+    tl.store(floors + number, floor)
+
+
+@triton.jit
+def _rough_noise(words):
+    """Gumbel noise in float32, within 1e-5: near 1 a uniform number is taken by its distance from 1."""
+    near = (words.to(tl.float32) + 0.5) * 2.0**-32
+    rest = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
+    series = rest * (1.0 + rest * (0.5 + rest * (0.33333334 + rest * 0.25)))
+    return -tl.log(tl.where(rest < 0.015625, series, -tl.log(near)))
+
+
+@triton.jit
+def _score(value, token, position, choice, seed_low, seed_high):
+    """Of one token: its scaled logit plus its noise, as `sampling.noise.gumbel` has it; float64."""
+    counter = (token // 4).to(tl.uint32)
+    w0, w1, w2, w3 = _philox(counter, position, choice, 0, seed_low, seed_high)
+    place = token % 4
+    word = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+    uniform = (word.to(tl.float64) + 0.5) * 2.0**-32
+    return value.to(tl.float64) - tl.log(-tl.log(uniform))
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "floors"])
+def _best_of_parts(
+    logits, slots, positions, params, floors, scores, tokens, width, stride, fields, parts, COUNTERS: tl.constexpr
+):  # fmt: skip
+    """Of each part of a row the best score, and the first token that has it: the row's width where no token can be
+    drawn, -1 where there is an entry that is not a number or infinite.
+
+    Which tokens may be the best is found in float32. These few (nearly always one) get their score in float64.
+    """
+    BLOCK: tl.constexpr = 4 * COUNTERS
+    number, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + number).to(tl.int64)
+    temperature = _real(params, slot, fields, 0)
+    floor = tl.load(floors + number)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    values = tl.load(logits + number * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    values = tl.div_rn(values, tl.zeros_like(values) + tl.where(temperature > 0.0, temperature, 1.0))
+    broken = tl.max(tl.where(values < float("inf"), 0, 1), 0)
+    values = tl.where(values >= floor, values, float("-inf"))
+    largest = tl.max(values, 0)
+    score = largest.to(tl.float64)
+    token = tl.min(tl.where((values == largest) & (values > float("-inf")), columns, width), 0)
+    if (temperature > 0.0) & (token < width):
+        seed_low, seed_high = _word(params, slot, fields, 4), _word(params, slot, fields, 5)
+        choice = _word(params, slot, fields, 6)
+        position = tl.load(positions + number)
+        counters = (part * COUNTERS + tl.arange(0, COUNTERS)).to(tl.uint32)
+        w0, w1, w2, w3 = _philox(counters, position, choice, 0, seed_low, seed_high)
+        words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+        rough = values + _rough_noise(words)
+        best = tl.max(rough, 0)
+        near = best - (0.001 + tl.abs(best) * 1e-6)  # far more than both roundings
+        score = tl.full([], float("-inf"), tl.float64)
+        token = tl.full([], 0, tl.int32) + width
+        while (best >= near) & (best > float("-inf")):
+            here = tl.min(tl.where(rough == best, columns, width), 0)
+            value = tl.max(tl.where(columns == here, values, float("-inf")), 0)
+            own = _score(value, here, position, choice, seed_low, seed_high)
+            token = tl.where((own > score) | ((own == score) & (here < token)), here, token)
+            score = tl.maximum(own, score)
+            rough = tl.where(columns == here, float("-inf"), rough)
+            best = tl.max(rough, 0)
+    tl.store(scores + number * parts + part, score)
+    tl.store(tokens + number * parts + part, tl.where(broken > 0, -1, token))
+
+
+@triton.jit(do_not_specialize_on_alignment=["drawn"])
+def _join(scores, tokens, drawn, width, parts, BLOCK: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    exists = places < parts
+    of_parts = tl.load(scores + number * parts + places, mask=exists, other=float("-inf"))
+    firsts = tl.load(tokens + number * parts + places, mask=exists, other=width)
+    token = tl.min(tl.where(of_parts == tl.max(of_parts, 0), firsts, width), 0)
+    whole = (tl.min(firsts, 0) >= 0) & (token < width)
+    tl.store(drawn + number, tl.where(whole, token, -1).to(tl.int64))
+
+
+def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) -> Tensor:
+    """As `slots.draw_rows`: three launches."""
+    num_rows, width = logits.shape
+    floors = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return drawn
+    parts = triton.cdiv(width, DRAW_BLOCK)
+    scores = torch.empty(num_rows, parts, dtype=torch.float64, device=logits.device)
+    tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
+    stride, fields = logits.stride(0), params.stride(0)
+    _find_floors[(num_rows,)](
+        logits, slots, params, floors, width, stride, fields, PROBES=PROBES, BLOCK=SEARCH_BLOCK, num_warps=16
+    )
+    _best_of_parts[(num_rows, parts)](
+        logits, slots, positions, params, floors, scores, tokens, width, stride, fields, parts,
+        COUNTERS=DRAW_BLOCK // 4, num_warps=4,
+    )  # fmt: skip
+    _join[(num_rows,)](scores, tokens, drawn, width, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
+    return drawn
+
+
+@triton.jit
+def _uniform(place, position, choice, seed_low, seed_high):
+    """As `sampling.noise.uniform` of the stream ACCEPT (2), at places [N]."""
+    word = 2 | (place.to(tl.uint32) << 8)
+    zero = tl.zeros_like(word)
+    first, second, _, _ = tl.philox_impl(
+        zero, zero + position.to(tl.uint32), zero + choice, word, seed_low, seed_high, 10
+    )
+    bits = (first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)
+    return bits.to(tl.float64) * 2.0**-53
+
+
+_SMALL = ["drawn", "drafted", "num_rows", "slots", "positions", "last", "rates", "verdict"]
+
+
+@triton.jit(
+    do_not_specialize=["places", "drawn_stride", "drafted_stride", "last_stride"],
+    do_not_specialize_on_alignment=_SMALL,
+)
+def _judge(
+    drawn, drafted, num_rows, slots, positions, last, params, rates, verdict,
+    places, drawn_stride, drafted_stride, last_stride, fields,
+    BY_CHANCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0).to(tl.int64)
+    rows = tl.load(num_rows + number)
+    place = tl.arange(0, BLOCK)
+    out = verdict + number * (2 + places)
+    if rows == 0:
+        tl.store(out, 0)
+        tl.store(out + 1, 0)
+        tl.store(out + 2 + place, -1, mask=place < places)
+        return
+    slot = tl.load(slots + number).to(tl.int64)
+    position = tl.load(positions + slot)
+    is_draft = place < rows - 1
+    own = tl.load(drawn + number * drawn_stride + place, mask=place < rows, other=-1).to(tl.int32)
+    guess = tl.load(drafted + number * drafted_stride + place, mask=is_draft, other=-1).to(tl.int32)
+    stands = is_draft & (own >= 0) & (own == guess)
+    if BY_CHANCE:
+        root = position + 1 - tl.load(params + slot * fields + 7)
+        seed_low, seed_high = _word(params, slot, fields, 4), _word(params, slot, fields, 5)
+        number_drawn = _uniform(place, root, _word(params, slot, fields, 6), seed_low, seed_high)
+        stands = is_draft & (guess >= 0) & (number_drawn < tl.load(rates + place, mask=is_draft, other=0.0))
+    accepted = tl.min(tl.where(stands, BLOCK, place), 0)
+    end = tl.max(tl.where(place == accepted, own, -1), 0)
+    emitted = accepted + tl.where(end >= 0, 1, 0)
+    tokens = tl.where(place < accepted, guess, tl.where(place == accepted, own, -1))
+    tl.store(out, accepted)
+    tl.store(out + 1, emitted)
+    tl.store(out + 2 + place, tokens, mask=place < places)
+    if emitted > 0:
+        before = tl.load(last + slot * last_stride + 1)
+        if emitted > 1:
+            before = tl.max(tl.where(place == emitted - 2, tokens, -1), 0)
+        tl.store(positions + slot, position + emitted)
+        tl.store(last + slot * last_stride, before)
+        tl.store(last + slot * last_stride + 1, tl.max(tl.where(place == emitted - 1, tokens, -1), 0))
+
+
+def judge(
+    drawn: Tensor,
+    drafted: Tensor,
+    num_rows: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    last: Tensor,
+    params: Tensor,
+    rates: Tensor | None = None,
+) -> Tensor:
+    """As `slots.judge`: one launch."""
+    num_requests, places = drawn.shape
+    verdict = torch.empty(num_requests, 2 + places, dtype=torch.int32, device=drawn.device)
+    if num_requests == 0:
+        return verdict
+    _judge[(num_requests,)](
+        drawn, drafted, num_rows, slots, positions, last, params, params if rates is None else rates, verdict,
+        places, drawn.stride(0), drafted.stride(0), last.stride(0), params.stride(0),
+        BY_CHANCE=rates is not None, BLOCK=triton.next_power_of_2(places), num_warps=1,
+    )  # fmt: skip
+    return verdict
