@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.attention.interface import AttentionSpec, QueryTile, StepLayout
+from forerun.attention.slots import BlockTables, SlotBatch, SlotRows, host_layout, place_rows
 from forerun.kernels.reference import ROW_TILE, soft_cap
 
 KEY_TILE = 256
@@ -54,6 +55,12 @@ class ReferenceAttention:
             (torch.tensor(table, device=self.cache.device), list(tiles))
             for table, tiles in itertools.groupby(layout.tiles, key=lambda tile: tile.block_table)
         ]
+
+    def begin_slots(self, batch: SlotBatch, blocks: BlockTables) -> SlotRows:
+        size, tile = self.shape.block_size, self.row_tile
+        layout, rows = host_layout(batch, place_rows(batch), blocks, block_size=size, row_tile=tile)
+        self.begin(layout)
+        return rows
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.write(layer, key, value)
