@@ -16,10 +16,10 @@ from forerun.request import SamplingParams
 from .children import results, tell
 from .models import Models
 from .options import Options
-from .report import STARTUP_AT_MOST_S, Column, Report, met, number, yes_or_missed
+from .report import STARTUP_AT_MOST_S, Column, Report, met, number, yes_or_missed, yes_or_no
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("-m", "gpu", "tests/gpu", "-n", "8", "-rP", "-p", "no:cacheprovider", "-W", "default")
+TESTS = ("-m", "gpu", "tests/gpu", "-n", "8", "-rfEP", "-p", "no:cacheprovider", "-W", "default")
 CHECK_TIMEOUT_S = 400
 STARTUP_TIMEOUT_S = 240
 LAST_LINES = 40
@@ -47,7 +47,11 @@ def check(report: Report, options: Options) -> None:
     table = report.table(
         "check",
         "Tests marked gpu",
-        [Column("passed", "passed", yes_or_missed), Column("seconds", "seconds", number(0)), Column("said", "pytest")],
+        [
+            Column("passed", "passed", yes_or_no),
+            Column("seconds", "seconds", number(0)),
+            Column("said", "pytest", least_width=40),
+        ],
     )
     command = [sys.executable, "-m", "pytest", *TESTS]
     started = time.perf_counter()
@@ -61,7 +65,7 @@ def check(report: Report, options: Options) -> None:
     table.add(passed=passed, seconds=time.perf_counter() - started, said=said)
     flips = read_flips(lines)
     table.note(f"{flips.flips} flips in {flips.tokens} tokens of all tests that count them")
-    for line in flips.shown:
+    for line in (*flips.shown, *(line for line in lines if line.startswith(("FAILED ", "ERROR ")))):
         table.note(line)
     if not passed:
         print("\n".join(lines[-LAST_LINES:]))

@@ -40,11 +40,13 @@ def results(kind: str, options: Options, folder: Path, timeout_s: float) -> Iter
     """
     command = [sys.executable, str(SCRIPT), "--child", kind, json.dumps(asdict(options)), str(folder)]
     started = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    others = []
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+    ):
         timer = threading.Timer(timeout_s, child.kill)
         timer.start()
-        others = []
         try:
             assert child.stdout is not None
             for line in child.stdout:
@@ -56,10 +58,9 @@ def results(kind: str, options: Options, folder: Path, timeout_s: float) -> Iter
         finally:
             timer.cancel()
             child.kill()
-            child.wait()
-        if code:
-            errors.seek(0)
-            lines = [*others, *errors.read().splitlines()][-LAST_LINES:]
-            took = time.perf_counter() - started
-            print("\n".join(lines), file=sys.stderr)
-            raise RuntimeError(f"{kind}: exit status {code} after {took:.0f} s: {lines[-1] if lines else 'no output'}")
+        errors.seek(0)
+        lines = [*others, *errors.read().splitlines()][-LAST_LINES:]
+    if code:
+        took = time.perf_counter() - started
+        print("\n".join(lines), file=sys.stderr)
+        raise RuntimeError(f"{kind}: exit status {code} after {took:.0f} s: {lines[-1] if lines else 'no output'}")

@@ -28,7 +28,7 @@ GENERATED = 128
 
 def peers(report: Report, options: Options, folder: Path) -> None:
     columns = [
-        Column("peer", "peer"),
+        Column("peer", "peer", least_width=12),
         Column("version", "version"),
         Column("batch", "batch"),
         Column("ms", "ms a token", with_spread),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ VLLM = {
 AT_MOST = {("plain", 1): 5.1, ("eagle3", 1): 2.6}  # where more is asked for than the peer's figure
 VERIFY_AT_MOST = 1.05
 STARTUP_AT_MOST_S = 60.0
+SPREAD_WIDTH = len("00.00 (00.00-00.00)")
 
 
 def target_ms(part: str, batch: int) -> float | None:
@@ -40,12 +42,17 @@ def yes_or_missed(value: bool) -> str:
     return "yes" if value else "MISSED"
 
 
+def yes_or_no(value: bool) -> str:
+    return "yes" if value else "NO"
+
+
 class Column(NamedTuple):
-    """key: of a row's value. show: makes text of it; a missing one or None is shown as "-"."""
+    """key: of a row's value. show: makes text of it; a missing one or None is shown as "-". least_width: on screens."""
 
     key: str
     title: str
     show: Callable[[Any], str] = str
+    least_width: int = 6
 
     def text(self, row: Mapping[str, Any]) -> str:
         value = row.get(self.key)
@@ -53,7 +60,7 @@ class Column(NamedTuple):
 
     @property
     def width(self) -> int:
-        return max(len(self.title), len("0.00 (0.00-00.00)") if self.show is with_spread else 6)
+        return max(len(self.title), SPREAD_WIDTH if self.show is with_spread else self.least_width)
 
 
 class Table:
@@ -83,15 +90,16 @@ class Table:
         return "  ".join(cell.rjust(column.width) for cell, column in zip(cells, self.columns, strict=True))
 
     def markdown(self) -> str:
-        lines = [f"{self.title}", ""]
+        lines = [self.title, ""]
         if self.rows:
             lines += [_cells(column.title for column in self.columns), _cells("---" for _ in self.columns)]
             lines += [_cells(column.text(row) for column in self.columns) for row in self.rows]
-        return "\n".join([*lines, *([""] if self.rows and self.notes else []), *self.notes])
+            lines += [""] if self.notes else []
+        return "\n".join([*lines, *(f"- {note}" for note in self.notes)])
 
 
 def _cells(texts: Any) -> str:
-    return f"| {' | '.join(texts)} |"
+    return f"| {' | '.join(text.replace('|', '/') for text in texts)} |"
 
 
 class Report:
@@ -106,6 +114,7 @@ class Report:
         self.about = dict(about)
         self.tables: dict[str, Table] = {}
         self.failures: list[str] = []
+        self._started = time.perf_counter()
         self._json_file = json_file
         self._markdown_file = markdown_file
         print(" ".join(f"{key}={value}" for key, value in about.items()), flush=True)
@@ -122,7 +131,10 @@ class Report:
     def end(self) -> None:
         """Say what was missed and what failed, and write the files."""
         missed = sum(row.get("met") is False for table in self.tables.values() for row in table.rows)
-        print(f"\ntargets missed: {missed}; failed: {'; '.join(self.failures) or 'nothing'}", flush=True)
+        self.about["took_s"] = round(time.perf_counter() - self._started)
+        print(f"\ntook {self.about['took_s']} s; targets missed: {missed}; failed: {len(self.failures)}", flush=True)
+        for line in self.failures:
+            print(f"FAILED: {line}", flush=True)
         self.save()
 
     def fail(self, line: str) -> None:

@@ -43,18 +43,22 @@ class Server(Protocol):
 
 
 class Ours:
+    """Our engine. What ends a request before it is aborted, or preempts one, is an error: it would be timed too."""
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._num_preemptions = engine.stats().num_preemptions
+        self._decoding: set[str] = set()
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         self.engine.add_request(NewRequest(request_id, prompt, params, 0))
+        self._decoding.add(request_id)
 
     def step(self) -> Mapping[str, int]:
         result = self.engine.step()
         for output in result.outputs:
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and output.request_id in self._decoding:
                 why = output.error or output.finish_reason.value
                 raise RuntimeError(f"request {output.request_id} ended while it was timed: {why}")
         if result.stats.num_preemptions > self._num_preemptions:
@@ -62,6 +66,7 @@ class Ours:
         return {output.request_id: len(output.token_ids) for output in result.outputs if output.token_ids}
 
     def abort(self, request_ids: Sequence[str]) -> None:
+        self._decoding -= set(request_ids)
         self.engine.abort_requests(request_ids)
 
     @property

@@ -77,7 +77,7 @@ class Timings:
                 with self.batch(engine, size) as batch:
                     before = counters(engine)
                     rounds.append(batch.watch(self.options.steps))
-                    counted.append(gained(engine, before))
+                    counted.append(counted_since(engine, before))
                     fill_s.append(batch.fill_s)
             timing = Timing.of(rounds, size, self.options.prompt)
             drafts = sum(count["drafts"] for count in counted)
@@ -215,7 +215,7 @@ class Timings:
             columns = [
                 Column("ms", "ms a step", number(3)),
                 Column("calls", "calls", number(1)),
-                Column("name", "kernel"),
+                Column("name", "kernel", "`{}`".format),
             ]
             table = self.report.table(f"profile-{kind}-{size}", f"Kernels of a step, {kind}, batch {size}", columns)
             for name, ms, calls in kernels[:KERNELS]:
