@@ -40,7 +40,7 @@ from gpu_parts.checks import check, start, startup
 from gpu_parts.floors import measure_speeds
 from gpu_parts.models import TARGETS, Models, release_memory
 from gpu_parts.options import Options
-from gpu_parts.peer_engines import peers, time_transformers, time_vllm
+from gpu_parts.peer_engines import PEERS, peers, time_transformers, time_vllm
 from gpu_parts.report import Report
 from gpu_parts.timings import Timings
 from proposers import commit, processor
@@ -60,8 +60,11 @@ CHILDREN: dict[str, Callable[[Options, Path], None]] = {
 class Run:
     """One go through the parts. A part that fails is reported, and the next begins."""
 
-    def __init__(self, parts: Sequence[str], options: Options, report: Report, folder: Path) -> None:
+    def __init__(
+        self, parts: Sequence[str], peers: Sequence[str], options: Options, report: Report, folder: Path
+    ) -> None:
         self.parts = parts
+        self.peers = peers
         self.options = options
         self.report = report
         self.folder = folder
@@ -79,7 +82,7 @@ class Run:
         self.with_engine("eagle3", {"eagle3": self._decode("eagle3"), "profile": self._profile("eagle3", ends[:1])})
         self.models.forget()
         release_memory()
-        self.alone({"peers": partial(peers, self.report, self.options, self.folder)})
+        self.alone({"peers": partial(peers, self.report, self.options, self.folder, self.peers)})
 
     @cached_property
     def timings(self) -> Timings:
@@ -153,6 +156,7 @@ def installed(package: str) -> str | None:
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1], metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256], help="numbers of requests")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=96, help="timed in a round")
@@ -186,7 +190,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = Options(batch, args.prompt, args.steps, args.rounds, args.shapes, args.layers, args.device)
     report = Report(about(options), args.json, args.markdown)
     with tempfile.TemporaryDirectory() as folder:
-        Run(args.parts, options, report, Path(folder)).all()
+        Run(args.parts, args.peers, options, report, Path(folder)).all()
     report.end()
     return 1 if report.failures else 0
 

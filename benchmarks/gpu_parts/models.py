@@ -26,6 +26,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.families.values import Values
 from forerun.models.heads import eagle3
 from forerun.models.heads.blocks import HF
+from forerun.models.loading import read_config
 from forerun.request import Request
 from forerun.spec.config import SpeculativeConfig
 from forerun.spec.proposer import RequestDraft
@@ -97,7 +98,7 @@ class Models:
         self._config = TARGETS[options.shapes] | ({"num_hidden_layers": options.layers} if options.layers else {})
         self._decoder: Decoder | None = None
         self.save_target()
-        self.sizes = self._sizes(build.read_config(str(folder)))
+        self.sizes = self._sizes(read_config(str(folder)))
 
     def save_target(self) -> None:
         if not (self.folder / "config.json").exists():
@@ -123,7 +124,7 @@ class Models:
     def _head_shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors of the head's checkpoint."""
         values = Values(head_config(self._config))
-        config = eagle3.from_hf(values, {"lm_head.weight": ()}, build.read_config(str(self.folder)))
+        config = eagle3.from_hf(values, {"lm_head.weight": ()}, read_config(str(self.folder)))
         return {name: slot.shape for name, slot in HF.slots(config.weight_shapes(), config.layers).items()}
 
     def _sizes(self, target: DecoderConfig) -> Sizes:
@@ -193,7 +194,7 @@ class Models:
 
     def _load(self, path: str, dtype: torch.dtype, max_positions: int, **_: object) -> Decoder:
         if self._decoder is None:
-            config = build.read_config(path)
+            config = read_config(path)
             generator = torch.Generator(self.options.device).manual_seed(0)
             weights = {name: random_weight(s, dtype, generator) for name, s in config.weight_shapes().items()}
             self._decoder = Decoder(config, weights, max_positions)

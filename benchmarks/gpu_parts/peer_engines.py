@@ -26,7 +26,8 @@ TIMEOUT_S = 560
 GENERATED = 128
 
 
-def peers(report: Report, options: Options, folder: Path) -> None:
+def peers(report: Report, options: Options, folder: Path, names: Sequence[str]) -> None:
+    """names: of `PEERS`, those to measure."""
     columns = [
         Column("peer", "peer", least_width=12),
         Column("version", "version"),
@@ -38,9 +39,9 @@ def peers(report: Report, options: Options, folder: Path) -> None:
         Column("ratio", "peer / ours", number(2)),
     ]
     table = report.table("peers", "Peers, in processes of their own after ours: ms a token and request", columns)
-    for kind, package in PEERS.items():
-        if importlib.util.find_spec(package) is None:
-            table.note(f"{kind}: not measured, {package} is not installed")
+    for kind in names:
+        if importlib.util.find_spec(PEERS[kind]) is None:
+            table.note(f"{kind}: not measured, {PEERS[kind]} is not installed")
             continue
         part = "eagle3" if kind.endswith("eagle3") else "plain"
         ours = {row["batch"]: row["ms"]["median"] for row in report.tables[part].rows} if part in report.tables else {}
