@@ -49,10 +49,11 @@ class Ours:
         self.engine = engine
         self._num_preemptions = engine.stats().num_preemptions
         self._decoding: set[str] = set()
+        self._seeds = itertools.count()  # of its own for each request: synthetic acceptance is drawn from it
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        self.engine.add_request(NewRequest(request_id, prompt, params, 0))
+        self.engine.add_request(NewRequest(request_id, prompt, params, next(self._seeds)))
         self._decoding.add(request_id)
 
     def step(self) -> Mapping[str, int]:
