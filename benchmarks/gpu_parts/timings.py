@@ -88,7 +88,7 @@ class Timings:
         table.note(f"prompts: {prompts:,.0f} tokens/s, {size} of {self.options.prompt} tokens until all decode")
         if part == "eagle3":
             table.note(
-                f"ms at {ACCEPTANCE_LENGTH}: a mean step's over that length, free of the draws' luck; it is what is judged"
+                f"ms at {ACCEPTANCE_LENGTH}: a mean step's over that length, so without the draws' luck; this is judged"
             )
         if self.options.published:
             table.note("*measured elsewhere on such a card, 2026-11-29, in a run of its own")
