@@ -236,10 +236,13 @@ class Scheduler:
     def _accept(self, request: Request, draft: RequestDraft, verdict: RequestVerdict) -> None:
         request.last_token_time = time.monotonic()
         request.first_token_time = request.first_token_time or request.last_token_time
+        num_known = request.num_tokens
         request.token_ids.extend(verdict.token_ids)
         request.caches[0].num_tokens += len(verdict.accepted)
         for group, cache in zip(self.pool.groups[1:], request.caches[1:], strict=True):
-            if group.spec.name == draft.source and cache.blocks:  # not taken back meanwhile
+            if cache.num_tokens > num_known:  # all that was in flight was counted
+                cache.num_tokens -= 1 + len(draft) - len(verdict.token_ids)
+            elif group.spec.name == draft.source and cache.blocks:  # not taken back meanwhile
                 cache.num_tokens += min(draft.num_cached, len(verdict.accepted))
         request.spec.observe(verdict.num_drafted, len(verdict.accepted), len(verdict.loose))
         request.finish_reason = verdict.finish_reason

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from forerun.attention import Segment, lay_out
 from forerun.attention.layout import TILE_FIELDS, flatten_tiles
@@ -96,12 +97,16 @@ class GraphedModel(PagedModel):
 
     @torch.inference_mode()
     def forward_slots(
-        self, batch: SlotBatch, blocks: BlockTables, taps: Sequence[Tap] = ()
+        self,
+        batch: SlotBatch,
+        blocks: BlockTables,
+        taps: Sequence[Tap] = (),
+        fed: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[SlotRows, DecoderOutput]:
         recorded = self._fitting(batch.num_slots, batch.width)
         shape = (batch.num_slots, batch.width)
-        if recorded is None or (recorded.num_tiles, recorded.rows) != shape or tuple(taps) != self._taps:
-            return super().forward_slots(batch, blocks, taps)
+        if recorded is None or (recorded.num_tiles, recorded.rows) != shape or tuple(taps) != self._taps or fed:
+            return super().forward_slots(batch, blocks, taps, fed)
         assert blocks is self._blocks
         lay_out_slots(batch, blocks, self.block_size, recorded.layout)
         recorded.graph.replay()

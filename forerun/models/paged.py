@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -105,11 +106,20 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward_slots(
-        self, batch: SlotBatch, blocks: BlockTables, taps: Sequence[Tap] = ()
+        self,
+        batch: SlotBatch,
+        blocks: BlockTables,
+        taps: Sequence[Tap] = (),
+        fed: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[SlotRows, DecoderOutput]:
         """One pass over rows that the tables on the device place: what they are, and what came out, a row each of the
-        batch, padding included; valid until the next pass."""
+        batch, padding included; valid until the next pass.
+
+        fed: what the model is given for token ids; None: themselves.
+        """
         rows = self.attention.begin_slots(batch, blocks)
+        if fed is not None:
+            rows = dataclasses.replace(rows, token_ids=fed(rows.token_ids))
         token_ids, positions = rows.pick(rows.token_ids), rows.pick(rows.positions)
         if padding := -len(token_ids) % self.model.row_multiple:
             token_ids, positions = (torch.nn.functional.pad(t, (0, padding)) for t in (token_ids, positions))

@@ -250,7 +250,7 @@ class Proposer(Protocol):
             verdict: [n, 2 + W] int32, see `sampling.slots.judge`, of the first n slots; the others are padding.
             taps: [B * W, H] for each of `hidden_taps`.
         """
-        raise NotImplementedError
+        return None
 
     def follow_known(
         self, rows: KnownRows, verdict: Tensor | None, taps: Mapping[tuple[int, bool], Tensor]
@@ -261,7 +261,7 @@ class Proposer(Protocol):
             verdict: [n, 3] int32, of the n requests that sampled; None: none did.
             taps: [T, H] for each of `hidden_taps`.
         """
-        raise NotImplementedError
+        return None
 
     def forget(self, request_id: str) -> None:
         """The request finished, was aborted or was preempted: drop its state. Unknown ids are ignored."""
