@@ -37,8 +37,10 @@ def _philox(counter, position, choice, last: tl.constexpr, seed_low, seed_high):
 
 
 @triton.jit
-def _weigh(row, width, probes, low, high, peak, rate, MASS: tl.constexpr, PROBES: tl.constexpr,
-           BLOCK: tl.constexpr):  # fmt: skip
+def _weigh(
+    row, probes, low, high, peak, rate,
+    MASS: tl.constexpr, WIDTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One pass over a row.
 
     Returns:
@@ -48,9 +50,9 @@ def _weigh(row, width, probes, low, high, peak, rate, MASS: tl.constexpr, PROBES
     weights = tl.zeros([PROBES, BLOCK], tl.float32)
     least = tl.full([BLOCK], float("inf"), tl.float32)
     below = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        values = tl.load(row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        values = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
         weight = tl.full([BLOCK], 1.0, tl.float32)
         if MASS:
             weight = tl.exp((values - peak) * rate)
@@ -61,8 +63,10 @@ def _weigh(row, width, probes, low, high, peak, rate, MASS: tl.constexpr, PROBES
 
 
 @triton.jit
-def _search(row, width, need, low, high, peak, rate, MASS: tl.constexpr, PROBES: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+def _search(
+    row, need, low, high, peak, rate,
+    MASS: tl.constexpr, WIDTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The largest entry from `low` to `high` such that the entries from it on are `need` many, or have this mass; the
     least one from `low` on where none is such. `high` is the row's largest entry.
 
@@ -73,7 +77,7 @@ def _search(row, width, need, low, high, peak, rate, MASS: tl.constexpr, PROBES:
     while low < high:
         probes = tl.minimum(low + (high - low) * ((places + 1).to(tl.float32) / PROBES), high)
         probes = tl.where(places == PROBES - 1, high, probes)
-        weights, least, below = _weigh(row, width, probes, low, high, peak, rate, MASS, PROBES, BLOCK)
+        weights, least, below = _weigh(row, probes, low, high, peak, rate, MASS, WIDTH, PROBES, BLOCK)
         enough = weights >= need
         found = tl.max(tl.where(enough, probes, low), 0)
         missed = tl.min(tl.where(enough, float("inf"), probes), 0)
@@ -83,30 +87,30 @@ def _search(row, width, need, low, high, peak, rate, MASS: tl.constexpr, PROBES:
 
 
 @triton.jit
-def _mass(row, width, floor, peak, temperature, rate, BLOCK: tl.constexpr):
+def _mass(row, floor, peak, temperature, rate, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of exp((entry - peak) * rate) over the entries whose scaled logit is at least `floor`."""
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        values = tl.load(row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        values = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
         scaled = tl.div_rn(values, tl.zeros_like(values) + temperature)
         total += tl.where(scaled >= floor, tl.exp((values - peak) * rate), 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _peak(row, width, BLOCK: tl.constexpr):
+def _peak(row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        values = tl.load(row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        values = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
         largest = tl.maximum(largest, values)
     return tl.max(largest, 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "floors"])
 def _find_floors(
-    logits, slots, params, floors, width, stride, fields, PROBES: tl.constexpr, BLOCK: tl.constexpr
+    logits, slots, params, floors, stride, fields, WIDTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Of each row the least scaled logit (divided by the temperature) that min-p, top-k and top-p keep.
 
@@ -119,22 +123,22 @@ def _find_floors(
     top_p = _real(params, slot, fields, 1)
     min_p = _real(params, slot, fields, 2)
     top_k = tl.load(params + slot * fields + 3)
-    by_rank = (top_k > 0) & (top_k < width)
+    by_rank = (top_k > 0) & (top_k < WIDTH)
     floor = tl.full([], float("-inf"), tl.float32)
     if (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0)):
         row = logits + number * stride
-        peak = _peak(row, width, BLOCK)
+        peak = _peak(row, WIDTH, BLOCK)
         low = peak - 27.0 * temperature
         rate = 1.0 / temperature
         if min_p > 0.0:
             floor = tl.div_rn(peak, temperature) + tl.log(min_p.to(tl.float64)).to(tl.float32)
         if by_rank:
             need = top_k.to(tl.float32)
-            least = _search(row, width, need, low, peak, peak, rate, False, PROBES, BLOCK)
+            least = _search(row, need, low, peak, peak, rate, False, WIDTH, PROBES, BLOCK)
             floor = tl.maximum(floor, tl.div_rn(least, temperature))
         if top_p < 1.0:
-            need = top_p * _mass(row, width, floor, peak, temperature, rate, BLOCK)
-            least = _search(row, width, need, low, peak, peak, rate, True, PROBES, BLOCK)
+            need = top_p * _mass(row, floor, peak, temperature, rate, WIDTH, BLOCK)
+            least = _search(row, need, low, peak, peak, rate, True, WIDTH, PROBES, BLOCK)
             floor = tl.maximum(floor, tl.div_rn(least, temperature))
     tl.store(floors + number, floor)
 
@@ -161,7 +165,8 @@ def _score(value, token, position, choice, seed_low, seed_high):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "floors"])
 def _best_of_parts(
-    logits, slots, positions, params, floors, scores, tokens, width, stride, fields, parts, COUNTERS: tl.constexpr
+    logits, slots, positions, params, floors, scores, tokens, stride, fields, parts,
+    WIDTH: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row the best score, and the first token that has it: the row's width where no token can be
     drawn, -1 where there is an entry that is not a number or infinite.
@@ -174,15 +179,15 @@ def _best_of_parts(
     temperature = _real(params, slot, fields, 0)
     floor = tl.load(floors + number)
     columns = part * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
+    inside = columns < WIDTH
     values = tl.load(logits + number * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
     values = tl.div_rn(values, tl.zeros_like(values) + tl.where(temperature > 0.0, temperature, 1.0))
     broken = tl.max(tl.where(values < float("inf"), 0, 1), 0)
     values = tl.where(values >= floor, values, float("-inf"))
     largest = tl.max(values, 0)
     score = largest.to(tl.float64)
-    token = tl.min(tl.where((values == largest) & (values > float("-inf")), columns, width), 0)
-    if (temperature > 0.0) & (token < width):
+    token = tl.min(tl.where((values == largest) & (values > float("-inf")), columns, WIDTH), 0)
+    if (temperature > 0.0) & (token < WIDTH):
         seed_low, seed_high = _word(params, slot, fields, 4), _word(params, slot, fields, 5)
         choice = _word(params, slot, fields, 6)
         position = tl.load(positions + number)
@@ -193,9 +198,9 @@ def _best_of_parts(
         best = tl.max(rough, 0)
         near = best - (0.001 + tl.abs(best) * 1e-6)  # far more than both roundings
         score = tl.full([], float("-inf"), tl.float64)
-        token = tl.full([], 0, tl.int32) + width
+        token = tl.full([], 0, tl.int32) + WIDTH
         while (best >= near) & (best > float("-inf")):
-            here = tl.min(tl.where(rough == best, columns, width), 0)
+            here = tl.min(tl.where(rough == best, columns, WIDTH), 0)
             value = tl.max(tl.where(columns == here, values, float("-inf")), 0)
             own = _score(value, here, position, choice, seed_low, seed_high)
             token = tl.where((own > score) | ((own == score) & (here < token)), here, token)
@@ -207,14 +212,14 @@ def _best_of_parts(
 
 
 @triton.jit(do_not_specialize_on_alignment=["drawn"])
-def _join(scores, tokens, drawn, width, parts, BLOCK: tl.constexpr):
+def _join(scores, tokens, drawn, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
     exists = places < parts
     of_parts = tl.load(scores + number * parts + places, mask=exists, other=float("-inf"))
-    firsts = tl.load(tokens + number * parts + places, mask=exists, other=width)
-    token = tl.min(tl.where(of_parts == tl.max(of_parts, 0), firsts, width), 0)
-    whole = (tl.min(firsts, 0) >= 0) & (token < width)
+    firsts = tl.load(tokens + number * parts + places, mask=exists, other=WIDTH)
+    token = tl.min(tl.where(of_parts == tl.max(of_parts, 0), firsts, WIDTH), 0)
+    whole = (tl.min(firsts, 0) >= 0) & (token < WIDTH)
     tl.store(drawn + number, tl.where(whole, token, -1).to(tl.int64))
 
 
@@ -230,13 +235,15 @@ def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) 
     tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
     stride, fields = logits.stride(0), params.stride(0)
     _find_floors[(num_rows,)](
-        logits, slots, params, floors, width, stride, fields, PROBES=PROBES, BLOCK=SEARCH_BLOCK, num_warps=16
+        logits, slots, params, floors, stride, fields, WIDTH=width, PROBES=PROBES, BLOCK=SEARCH_BLOCK, num_warps=16
     )
     _best_of_parts[(num_rows, parts)](
-        logits, slots, positions, params, floors, scores, tokens, width, stride, fields, parts,
-        COUNTERS=DRAW_BLOCK // 4, num_warps=4,
+        logits, slots, positions, params, floors, scores, tokens, stride, fields, parts,
+        WIDTH=width, COUNTERS=DRAW_BLOCK // 4, num_warps=4,
     )  # fmt: skip
-    _join[(num_rows,)](scores, tokens, drawn, width, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
+    _join[(num_rows,)](
+        scores, tokens, drawn, parts, WIDTH=width, BLOCK=triton.next_power_of_2(parts), num_warps=1
+    )
     return drawn
 
 
