@@ -12,9 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROBES = 8  # thresholds that a pass over a row tries
-SEARCH_BLOCK = 4096  # entries of a row that a search holds at once
-DRAW_BLOCK = 2048  # entries of a part
+PROBES = 8  # thresholds that a pass of a search tries
+SEARCH_BLOCK = 2048  # entries that a search holds at once
+PART = 4096  # entries of a row's part where floors are looked for
+GROUPS = 128  # of a part: their maxima bound what is kept
+ROOM = 128  # entries of a part that may be collected
+REACH = 27.0  # nats below the likeliest token: noise lifts by 26.1 at most
+PROGRAMS = 1056  # of a launch over parts: eight for each multiprocessor of a large GPU
+DRAW_BLOCK = 2048  # entries of a part where tokens are drawn
 
 
 @triton.jit
@@ -34,6 +39,15 @@ def _philox(counter, position, choice, last: tl.constexpr, seed_low, seed_high):
     c2 = tl.zeros_like(counter) + choice
     c3 = tl.zeros_like(counter) + last
     return tl.philox_impl(counter, c1, c2, c3, seed_low, seed_high, 10)
+
+
+@triton.jit
+def _asked(params, slot, fields, WIDTH: tl.constexpr):
+    """Temperature, top_p, min_p and top_k of a slot, whether top_k leaves anything out, and whether any of them may."""
+    temperature, top_p, min_p = _real(params, slot, fields, 0), _real(params, slot, fields, 1), _real(params, slot, fields, 2)
+    top_k = tl.load(params + slot * fields + 3)
+    by_rank = (top_k > 0) & (top_k < WIDTH)
+    return temperature, top_p, min_p, top_k, by_rank, (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0))
 
 
 @triton.jit
@@ -67,22 +81,24 @@ def _search(
     row, need, low, high, peak, rate,
     MASS: tl.constexpr, WIDTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest entry from `low` to `high` such that the entries from it on are `need` many, or have this mass; the
-    least one from `low` on where none is such. `high` is the row's largest entry.
+    """The largest entry from `low` to `high` such that the entries from it on are `need` many, or have this mass;
+    `low` where all from there on are not enough. `high` is the row's largest entry.
 
-    Each pass cuts the interval, both ends included, into PROBES parts, and moves both ends to entries that there are:
-    it ends when one is left, after few passes, at the latest when every entry has been an end.
+    Each pass tries probes from end to end of the interval and moves both ends to entries that there are: it ends when
+    one is left, after few passes, at the latest when every entry has been an end.
     """
     places = tl.arange(0, PROBES)
     while low < high:
-        probes = tl.minimum(low + (high - low) * ((places + 1).to(tl.float32) / PROBES), high)
+        probes = tl.minimum(low + (high - low) * (places.to(tl.float32) / (PROBES - 1)), high)
         probes = tl.where(places == PROBES - 1, high, probes)
         weights, least, below = _weigh(row, probes, low, high, peak, rate, MASS, WIDTH, PROBES, BLOCK)
         enough = weights >= need
-        found = tl.max(tl.where(enough, probes, low), 0)
         missed = tl.min(tl.where(enough, float("inf"), probes), 0)
-        low = tl.maximum(found, least)
-        high = tl.minimum(missed, below)
+        if missed > low:
+            low = tl.maximum(tl.max(tl.where(enough, probes, low), 0), least)
+            high = tl.minimum(missed, below)
+        else:
+            high = low
     return low
 
 
@@ -98,48 +114,158 @@ def _mass(row, floor, peak, temperature, rate, WIDTH: tl.constexpr, BLOCK: tl.co
     return tl.sum(total, 0)
 
 
-@triton.jit
-def _peak(row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, WIDTH, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        values = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
-        largest = tl.maximum(largest, values)
-    return tl.max(largest, 0)
+# The floor of a row: the least scaled logit (divided by the temperature) that min-p, top-k and top-p keep. Searches run
+# over logits as they are, and what they find is scaled: division keeps their order.
+#
+# A row is seldom searched itself. The k-th largest of the maxima of groups of entries is a bound that at least k entries
+# reach, and the same holds for a mass: what reaches the bound is collected, and the search runs over that. Where it is
+# too much, as in flat distributions or for a top_k in the thousands, the row is searched after all.
+#
+# Entries further below the largest than noise can lift (REACH) are never drawn: a floor below them may be any. Their
+# share of the mass, 1e-6 at most, may be left out.
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "floors"])
-def _find_floors(
-    logits, slots, params, floors, stride, fields, WIDTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=["slots"])
+def _scan_groups(
+    logits, slots, params, maxima, sums, stride, fields, spans,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row the least scaled logit (divided by the temperature) that min-p, top-k and top-p keep.
+    """Of each part of a row the maxima of its groups, and the sum of exp((entry - largest of the part) / temperature).
 
-    Entries further below the largest than the noise can reach (26.1 nats) cannot be drawn: a floor among them may be
-    too low. Searches run over the logits as they are, and the result is scaled: division keeps their order.
+    A program does the parts `span`, `span` + spans, ...: results do not depend on how many programs share a row.
     """
+    number, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + number).to(tl.int64)
+    temperature, _, _, _, _, filtered = _asked(params, slot, fields, WIDTH)
+    if filtered:
+        rate = 1.0 / temperature
+        while part < PARTS:
+            columns = part * PART + tl.arange(0, PART)
+            row = logits + number * stride
+            values = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
+            peak = tl.max(values, 0)
+            weights = tl.where(values > float("-inf"), tl.exp((values - peak) * rate), 0.0)
+            of_groups = tl.max(tl.reshape(values, [PART // GROUPS, GROUPS]), 0)
+            tl.store(maxima + (number * PARTS + part) * GROUPS + tl.arange(0, GROUPS), of_groups)
+            tl.store(sums + number * PARTS + part, tl.sum(weights, 0))
+            part += spans
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _find_bounds(
+    slots, params, maxima, sums, bounds, fields,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, GROUPS: tl.constexpr, REACH: tl.constexpr,
+    PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each row: a logit that no kept and drawable entry is below; the largest logit; the whole mass."""
     number = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + number).to(tl.int64)
-    temperature = _real(params, slot, fields, 0)
-    top_p = _real(params, slot, fields, 1)
-    min_p = _real(params, slot, fields, 2)
-    top_k = tl.load(params + slot * fields + 3)
-    by_rank = (top_k > 0) & (top_k < WIDTH)
-    floor = tl.full([], float("-inf"), tl.float32)
-    if (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0)):
-        row = logits + number * stride
-        peak = _peak(row, WIDTH, BLOCK)
-        low = peak - 27.0 * temperature
+    temperature, top_p, min_p, top_k, by_rank, filtered = _asked(params, slot, fields, WIDTH)
+    if filtered:
         rate = 1.0 / temperature
+        own = maxima + number * PARTS * GROUPS
+        parts = tl.arange(0, MORE_PARTS)[:, None]
+        groups = tl.load(
+            own + parts * GROUPS + tl.arange(0, GROUPS)[None, :], mask=parts < PARTS, other=float("-inf")
+        )
+        peaks = tl.max(groups, 1)
+        peak = tl.max(peaks, 0)
+        places = tl.arange(0, MORE_PARTS)
+        of_parts = tl.load(sums + number * PARTS + places, mask=places < PARTS, other=0.0)
+        total = tl.sum(tl.where(of_parts > 0.0, of_parts * tl.exp((peaks - peak) * rate), 0.0), 0)
+        low = peak - REACH * temperature
+        bound = low
         if min_p > 0.0:
-            floor = tl.div_rn(peak, temperature) + tl.log(min_p.to(tl.float64)).to(tl.float32)
+            depth = tl.log(min_p.to(tl.float64)).to(tl.float32) * temperature
+            bound = tl.maximum(bound, peak + depth - 1e-6 * (tl.abs(peak) - depth))  # scaling rounds
         if by_rank:
             need = top_k.to(tl.float32)
-            least = _search(row, need, low, peak, peak, rate, False, WIDTH, PROBES, BLOCK)
-            floor = tl.maximum(floor, tl.div_rn(least, temperature))
-        if top_p < 1.0:
-            need = top_p * _mass(row, floor, peak, temperature, rate, WIDTH, BLOCK)
-            least = _search(row, need, low, peak, peak, rate, True, WIDTH, PROBES, BLOCK)
-            floor = tl.maximum(floor, tl.div_rn(least, temperature))
+            least = _search(own, need, low, peak, peak, rate, False, PARTS * GROUPS, PROBES, BLOCK)
+            bound = tl.maximum(bound, least)
+        elif min_p == 0.0:
+            need = top_p * total
+            bound = _search(own, need, low, peak, peak, rate, True, PARTS * GROUPS, PROBES, BLOCK)
+        tl.store(bounds + number * 3, bound)
+        tl.store(bounds + number * 3 + 1, peak)
+        tl.store(bounds + number * 3 + 2, total)
+
+
+@triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=["slots"])
+def _collect(
+    logits, slots, params, bounds, counts, found, stride, fields, spans,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Of each part of a row the entries that are not below the row's bound, in order, as many as there is room for,
+    then minus infinity; and their number."""
+    number, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + number).to(tl.int64)
+    _, _, _, _, _, filtered = _asked(params, slot, fields, WIDTH)
+    if filtered:
+        bound = tl.load(bounds + number * 3)
+        while part < PARTS:
+            columns = part * PART + tl.arange(0, PART)
+            row = logits + number * stride
+            values = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
+            taken = ((values >= bound) & (columns < WIDTH)).to(tl.int32)
+            place = tl.cumsum(taken, 0) - 1
+            count = tl.sum(taken, 0)
+            own = found + (number * PARTS + part) * ROOM
+            room = tl.arange(0, ROOM)
+            tl.store(own + place, values, mask=(taken > 0) & (place < ROOM))
+            tl.store(own + room, float("-inf"), mask=room >= count)
+            tl.store(counts + number * PARTS + part, count)
+            part += spans
+
+
+@triton.jit
+def _floor_of(
+    row, peak, total, temperature, top_p, min_p, top_k, by_rank,
+    REACH: tl.constexpr, WIDTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The floor that is found among these entries; `total` is the mass of all where only top_p is asked for."""
+    rate = 1.0 / temperature
+    low = peak - REACH * temperature
+    floor = tl.full([], float("-inf"), tl.float32)
+    if min_p > 0.0:
+        floor = tl.div_rn(peak, temperature) + tl.log(min_p.to(tl.float64)).to(tl.float32)
+    if by_rank:
+        need = top_k.to(tl.float32)
+        least = _search(row, need, low, peak, peak, rate, False, WIDTH, PROBES, BLOCK)
+        floor = tl.maximum(floor, tl.div_rn(least, temperature))
+    if top_p < 1.0:
+        if by_rank | (min_p > 0.0):
+            total = _mass(row, floor, peak, temperature, rate, WIDTH, BLOCK)
+        least = _search(row, top_p * total, low, peak, peak, rate, True, WIDTH, PROBES, BLOCK)
+        floor = tl.maximum(floor, tl.div_rn(least, temperature))
+    return floor
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _find_floors(
+    logits, slots, params, bounds, counts, found, floors, stride, fields,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, ROOM: tl.constexpr, REACH: tl.constexpr,
+    PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The floor of each row: among the entries that were collected, or where they had no room in the row itself."""
+    number = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + number).to(tl.int64)
+    temperature, top_p, min_p, top_k, by_rank, filtered = _asked(params, slot, fields, WIDTH)
+    floor = tl.full([], float("-inf"), tl.float32)
+    if filtered:
+        peak = tl.load(bounds + number * 3 + 1)
+        total = tl.load(bounds + number * 3 + 2)
+        places = tl.arange(0, MORE_PARTS)
+        most = tl.max(tl.load(counts + number * PARTS + places, mask=places < PARTS, other=0), 0)
+        if most <= ROOM:
+            floor = _floor_of(
+                found + number * PARTS * ROOM, peak, total, temperature, top_p, min_p, top_k, by_rank,
+                REACH, PARTS * ROOM, PROBES, BLOCK,
+            )  # fmt: skip
+        else:
+            floor = _floor_of(
+                logits + number * stride, peak, total, temperature, top_p, min_p, top_k, by_rank,
+                REACH, WIDTH, PROBES, BLOCK,
+            )  # fmt: skip
     tl.store(floors + number, floor)
 
 
@@ -223,22 +349,47 @@ def _join(scores, tokens, drawn, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     tl.store(drawn + number, tl.where(whole, token, -1).to(tl.int64))
 
 
-def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) -> Tensor:
-    """As `slots.draw_rows`: three launches."""
+def _launch_floors(logits: Tensor, slots: Tensor, params: Tensor) -> Tensor:
+    """[R] float32, the floor of each row; minus infinity where nothing is left out."""
     num_rows, width = logits.shape
-    floors = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    parts = triton.cdiv(width, PART)
+    spans = min(parts, triton.cdiv(PROGRAMS, num_rows))
+    device, stride, fields = logits.device, logits.stride(0), params.stride(0)
+    floors, sums, maxima, bounds, found = (
+        torch.empty(num_rows, size, dtype=torch.float32, device=device)
+        for size in (1, parts, parts * GROUPS, 3, parts * ROOM)
+    )
+    counts = torch.empty(num_rows, parts, dtype=torch.int32, device=device)
+    of_row = {"WIDTH": width, "PARTS": parts}
+    of_search = {
+        "MORE_PARTS": triton.next_power_of_2(parts), "REACH": REACH, "PROBES": PROBES, "BLOCK": SEARCH_BLOCK,
+        "num_warps": 16,
+    }  # fmt: skip
+    _scan_groups[(num_rows, spans)](
+        logits, slots, params, maxima, sums, stride, fields, spans, **of_row, PART=PART, GROUPS=GROUPS, num_warps=8
+    )
+    _find_bounds[(num_rows,)](slots, params, maxima, sums, bounds, fields, **of_row, GROUPS=GROUPS, **of_search)
+    _collect[(num_rows, spans)](
+        logits, slots, params, bounds, counts, found, stride, fields, spans, **of_row, PART=PART, ROOM=ROOM, num_warps=8
+    )
+    _find_floors[(num_rows,)](
+        logits, slots, params, bounds, counts, found, floors, stride, fields, **of_row, ROOM=ROOM, **of_search
+    )
+    return floors
+
+
+def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) -> Tensor:
+    """As `slots.draw_rows`: six launches, of which rows without min-p, top-k and top-p leave four at once."""
+    num_rows, width = logits.shape
     drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return drawn
+    floors = _launch_floors(logits, slots, params)
     parts = triton.cdiv(width, DRAW_BLOCK)
     scores = torch.empty(num_rows, parts, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
-    stride, fields = logits.stride(0), params.stride(0)
-    _find_floors[(num_rows,)](
-        logits, slots, params, floors, stride, fields, WIDTH=width, PROBES=PROBES, BLOCK=SEARCH_BLOCK, num_warps=16
-    )
     _best_of_parts[(num_rows, parts)](
-        logits, slots, positions, params, floors, scores, tokens, stride, fields, parts,
+        logits, slots, positions, params, floors, scores, tokens, logits.stride(0), params.stride(0), parts,
         WIDTH=width, COUNTERS=DRAW_BLOCK // 4, num_warps=4,
     )  # fmt: skip
     _join[(num_rows,)](

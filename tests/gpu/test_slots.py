@@ -20,9 +20,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VOCABULARIES = [1, 3, 300, 5000] if INTERPRETED else [1, 3, 300, 5000, 32_000, 151_936, 256_000]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-if INTERPRETED:
-    # The interpreter reads a kernel's functions anew for each of its programs
-    pass
 
 
 @pytest.fixture
