@@ -3,6 +3,15 @@
 
 Every launch serves a step that mixes all kinds of rows: what a row asks for is read on the device, from its slot's
 record of eight 32-bit words (`sampling.slots.pack_params`). Nothing that changes from step to step is compiled in.
+
+The *floor* of a row is the least scaled logit (divided by the temperature) that min-p, top-k and top-p keep. Searches
+run over logits as they are, and what they find is scaled: division keeps their order. A row is seldom searched itself:
+the k-th largest of the maxima of groups of entries is a bound that at least k entries reach, and likewise for a mass.
+What reaches the bound is collected, and the search runs over that. Where it is too much, as in flat distributions or
+for a top_k in the thousands, one program searches the row after all, which takes it many passes.
+
+Entries further below the largest than noise can lift them (REACH) are never drawn: a floor below them may be any. Their
+share of the mass, 1e-6 at most, may be left out.
 """
 
 from __future__ import annotations
@@ -44,7 +53,11 @@ def _philox(counter, position, choice, last: tl.constexpr, seed_low, seed_high):
 @triton.jit
 def _asked(params, slot, fields, WIDTH: tl.constexpr):
     """Temperature, top_p, min_p and top_k of a slot, whether top_k leaves anything out, and whether any of them may."""
-    temperature, top_p, min_p = _real(params, slot, fields, 0), _real(params, slot, fields, 1), _real(params, slot, fields, 2)
+    temperature, top_p, min_p = (
+        _real(params, slot, fields, 0),
+        _real(params, slot, fields, 1),
+        _real(params, slot, fields, 2),
+    )
     top_k = tl.load(params + slot * fields + 3)
     by_rank = (top_k > 0) & (top_k < WIDTH)
     return temperature, top_p, min_p, top_k, by_rank, (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0))
@@ -114,17 +127,6 @@ def _mass(row, floor, peak, temperature, rate, WIDTH: tl.constexpr, BLOCK: tl.co
     return tl.sum(total, 0)
 
 
-# The floor of a row: the least scaled logit (divided by the temperature) that min-p, top-k and top-p keep. Searches run
-# over logits as they are, and what they find is scaled: division keeps their order.
-#
-# A row is seldom searched itself. The k-th largest of the maxima of groups of entries is a bound that at least k entries
-# reach, and the same holds for a mass: what reaches the bound is collected, and the search runs over that. Where it is
-# too much, as in flat distributions or for a top_k in the thousands, the row is searched after all.
-#
-# Entries further below the largest than noise can lift (REACH) are never drawn: a floor below them may be any. Their
-# share of the mass, 1e-6 at most, may be left out.
-
-
 @triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=["slots"])
 def _scan_groups(
     logits, slots, params, maxima, sums, stride, fields, spans,
@@ -165,9 +167,7 @@ def _find_bounds(
         rate = 1.0 / temperature
         own = maxima + number * PARTS * GROUPS
         parts = tl.arange(0, MORE_PARTS)[:, None]
-        groups = tl.load(
-            own + parts * GROUPS + tl.arange(0, GROUPS)[None, :], mask=parts < PARTS, other=float("-inf")
-        )
+        groups = tl.load(own + parts * GROUPS + tl.arange(0, GROUPS)[None, :], mask=parts < PARTS, other=float("-inf"))
         peaks = tl.max(groups, 1)
         peak = tl.max(peaks, 0)
         places = tl.arange(0, MORE_PARTS)
@@ -392,9 +392,7 @@ def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) 
         logits, slots, positions, params, floors, scores, tokens, logits.stride(0), params.stride(0), parts,
         WIDTH=width, COUNTERS=DRAW_BLOCK // 4, num_warps=4,
     )  # fmt: skip
-    _join[(num_rows,)](
-        scores, tokens, drawn, parts, WIDTH=width, BLOCK=triton.next_power_of_2(parts), num_warps=1
-    )
+    _join[(num_rows,)](scores, tokens, drawn, parts, WIDTH=width, BLOCK=triton.next_power_of_2(parts), num_warps=1)
     return drawn
 
 
