@@ -3,6 +3,15 @@
 
 Every launch serves a step that mixes all kinds of rows: what a row asks for is read on the device, from its slot's
 record of eight 32-bit words (`sampling.slots.pack_params`). Nothing that changes from step to step is compiled in.
+
+The *floor* of a row is the least scaled logit (divided by the temperature) that min-p, top-k and top-p keep. Searches
+run over logits as they are, and what they find is scaled: division keeps their order. A row is seldom searched itself:
+the k-th largest of the maxima of groups of entries is a bound that at least k entries reach, and likewise for a mass.
+What reaches the bound is collected, and the search runs over that. Where it is too much, as in flat distributions or
+for a top_k in the thousands, one program searches the row after all, which takes it many passes.
+
+Entries further below the largest than noise can lift them (REACH) are never drawn: a floor below them may be any. Their
+share of the mass, 1e-6 at most, may be left out.
 """
 
 from __future__ import annotations
@@ -12,9 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROBES = 8  # thresholds that a pass over a row tries
-SEARCH_BLOCK = 4096  # entries of a row that a search holds at once
-DRAW_BLOCK = 2048  # entries of a part
+PROBES = 8  # thresholds that a pass of a search tries
+SEARCH_BLOCK = 2048  # entries that a search holds at once
+PART = 4096  # entries of a row's part where floors are looked for
+GROUPS = 128  # of a part: their maxima bound what is kept
+ROOM = 128  # entries of a part that may be collected
+REACH = 27.0  # nats below the likeliest token: noise lifts by 26.1 at most
+PROGRAMS = 1056  # of a launch over parts: eight for each multiprocessor of a large GPU
+DRAW_BLOCK = 2048  # entries of a part where tokens are drawn
 
 
 @triton.jit
@@ -37,8 +51,23 @@ def _philox(counter, position, choice, last: tl.constexpr, seed_low, seed_high):
 
 
 @triton.jit
-def _weigh(row, width, probes, low, high, peak, rate, MASS: tl.constexpr, PROBES: tl.constexpr,
-           BLOCK: tl.constexpr):  # fmt: skip
+def _asked(params, slot, fields, WIDTH: tl.constexpr):
+    """Temperature, top_p, min_p and top_k of a slot, whether top_k leaves anything out, and whether any of them may."""
+    temperature, top_p, min_p = (
+        _real(params, slot, fields, 0),
+        _real(params, slot, fields, 1),
+        _real(params, slot, fields, 2),
+    )
+    top_k = tl.load(params + slot * fields + 3)
+    by_rank = (top_k > 0) & (top_k < WIDTH)
+    return temperature, top_p, min_p, top_k, by_rank, (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0))
+
+
+@triton.jit
+def _weigh(
+    row, probes, low, high, peak, rate,
+    MASS: tl.constexpr, WIDTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One pass over a row.
 
     Returns:
@@ -48,9 +77,9 @@ def _weigh(row, width, probes, low, high, peak, rate, MASS: tl.constexpr, PROBES
     weights = tl.zeros([PROBES, BLOCK], tl.float32)
     least = tl.full([BLOCK], float("inf"), tl.float32)
     below = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        values = tl.load(row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        values = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
         weight = tl.full([BLOCK], 1.0, tl.float32)
         if MASS:
             weight = tl.exp((values - peak) * rate)
@@ -61,81 +90,182 @@ def _weigh(row, width, probes, low, high, peak, rate, MASS: tl.constexpr, PROBES
 
 
 @triton.jit
-def _search(row, width, need, low, high, peak, rate, MASS: tl.constexpr, PROBES: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
-    """The largest entry from `low` to `high` such that the entries from it on are `need` many, or have this mass; the
-    least one from `low` on where none is such. `high` is the row's largest entry.
+def _search(
+    row, need, low, high, peak, rate,
+    MASS: tl.constexpr, WIDTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest entry from `low` to `high` such that the entries from it on are `need` many, or have this mass;
+    `low` where all from there on are not enough. `high` is the row's largest entry.
 
-    Each pass cuts the interval, both ends included, into PROBES parts, and moves both ends to entries that there are:
-    it ends when one is left, after few passes, at the latest when every entry has been an end.
+    Each pass tries probes from end to end of the interval and moves both ends to entries that there are: it ends when
+    one is left, after few passes, at the latest when every entry has been an end.
     """
     places = tl.arange(0, PROBES)
     while low < high:
-        probes = tl.minimum(low + (high - low) * ((places + 1).to(tl.float32) / PROBES), high)
+        probes = tl.minimum(low + (high - low) * (places.to(tl.float32) / (PROBES - 1)), high)
         probes = tl.where(places == PROBES - 1, high, probes)
-        weights, least, below = _weigh(row, width, probes, low, high, peak, rate, MASS, PROBES, BLOCK)
+        weights, least, below = _weigh(row, probes, low, high, peak, rate, MASS, WIDTH, PROBES, BLOCK)
         enough = weights >= need
-        found = tl.max(tl.where(enough, probes, low), 0)
         missed = tl.min(tl.where(enough, float("inf"), probes), 0)
-        low = tl.maximum(found, least)
-        high = tl.minimum(missed, below)
+        if missed > low:
+            low = tl.maximum(tl.max(tl.where(enough, probes, low), 0), least)
+            high = tl.minimum(missed, below)
+        else:
+            high = low
     return low
 
 
 @triton.jit
-def _mass(row, width, floor, peak, temperature, rate, BLOCK: tl.constexpr):
+def _mass(row, floor, peak, temperature, rate, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of exp((entry - peak) * rate) over the entries whose scaled logit is at least `floor`."""
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        values = tl.load(row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        values = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
         scaled = tl.div_rn(values, tl.zeros_like(values) + temperature)
         total += tl.where(scaled >= floor, tl.exp((values - peak) * rate), 0.0)
     return tl.sum(total, 0)
 
 
-@triton.jit
-def _peak(row, width, BLOCK: tl.constexpr):
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        values = tl.load(row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
-        largest = tl.maximum(largest, values)
-    return tl.max(largest, 0)
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots", "floors"])
-def _find_floors(
-    logits, slots, params, floors, width, stride, fields, PROBES: tl.constexpr, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=["slots"])
+def _scan_groups(
+    logits, slots, params, maxima, sums, stride, fields, spans,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row the least scaled logit (divided by the temperature) that min-p, top-k and top-p keep.
+    """Of each part of a row the maxima of its groups, and the sum of exp((entry - largest of the part) / temperature).
 
-    Entries further below the largest than the noise can reach (26.1 nats) cannot be drawn: a floor among them may be
-    too low. Searches run over the logits as they are, and the result is scaled: division keeps their order.
+    A program does the parts `span`, `span` + spans, ...: results do not depend on how many programs share a row.
     """
+    number, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + number).to(tl.int64)
+    temperature, _, _, _, _, filtered = _asked(params, slot, fields, WIDTH)
+    if filtered:
+        rate = 1.0 / temperature
+        while part < PARTS:
+            columns = part * PART + tl.arange(0, PART)
+            row = logits + number * stride
+            values = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
+            peak = tl.max(values, 0)
+            weights = tl.where(values > float("-inf"), tl.exp((values - peak) * rate), 0.0)
+            of_groups = tl.max(tl.reshape(values, [PART // GROUPS, GROUPS]), 0)
+            tl.store(maxima + (number * PARTS + part) * GROUPS + tl.arange(0, GROUPS), of_groups)
+            tl.store(sums + number * PARTS + part, tl.sum(weights, 0))
+            part += spans
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _find_bounds(
+    slots, params, maxima, sums, bounds, fields,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, GROUPS: tl.constexpr, REACH: tl.constexpr,
+    PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each row: a logit that no kept and drawable entry is below; the largest logit; the whole mass."""
     number = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + number).to(tl.int64)
-    temperature = _real(params, slot, fields, 0)
-    top_p = _real(params, slot, fields, 1)
-    min_p = _real(params, slot, fields, 2)
-    top_k = tl.load(params + slot * fields + 3)
-    by_rank = (top_k > 0) & (top_k < width)
-    floor = tl.full([], float("-inf"), tl.float32)
-    if (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0)):
-        row = logits + number * stride
-        peak = _peak(row, width, BLOCK)
-        low = peak - 27.0 * temperature
+    temperature, top_p, min_p, top_k, by_rank, filtered = _asked(params, slot, fields, WIDTH)
+    if filtered:
         rate = 1.0 / temperature
+        own = maxima + number * PARTS * GROUPS
+        parts = tl.arange(0, MORE_PARTS)[:, None]
+        groups = tl.load(own + parts * GROUPS + tl.arange(0, GROUPS)[None, :], mask=parts < PARTS, other=float("-inf"))
+        peaks = tl.max(groups, 1)
+        peak = tl.max(peaks, 0)
+        places = tl.arange(0, MORE_PARTS)
+        of_parts = tl.load(sums + number * PARTS + places, mask=places < PARTS, other=0.0)
+        total = tl.sum(tl.where(of_parts > 0.0, of_parts * tl.exp((peaks - peak) * rate), 0.0), 0)
+        low = peak - REACH * temperature
+        bound = low
         if min_p > 0.0:
-            floor = tl.div_rn(peak, temperature) + tl.log(min_p.to(tl.float64)).to(tl.float32)
+            depth = tl.log(min_p.to(tl.float64)).to(tl.float32) * temperature
+            bound = tl.maximum(bound, peak + depth - 1e-6 * (tl.abs(peak) - depth))  # scaling rounds
         if by_rank:
             need = top_k.to(tl.float32)
-            least = _search(row, width, need, low, peak, peak, rate, False, PROBES, BLOCK)
-            floor = tl.maximum(floor, tl.div_rn(least, temperature))
-        if top_p < 1.0:
-            need = top_p * _mass(row, width, floor, peak, temperature, rate, BLOCK)
-            least = _search(row, width, need, low, peak, peak, rate, True, PROBES, BLOCK)
-            floor = tl.maximum(floor, tl.div_rn(least, temperature))
+            least = _search(own, need, low, peak, peak, rate, False, PARTS * GROUPS, PROBES, BLOCK)
+            bound = tl.maximum(bound, least)
+        elif min_p == 0.0:
+            need = top_p * total
+            bound = _search(own, need, low, peak, peak, rate, True, PARTS * GROUPS, PROBES, BLOCK)
+        tl.store(bounds + number * 3, bound)
+        tl.store(bounds + number * 3 + 1, peak)
+        tl.store(bounds + number * 3 + 2, total)
+
+
+@triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=["slots"])
+def _collect(
+    logits, slots, params, bounds, counts, found, stride, fields, spans,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Of each part of a row the entries that are not below the row's bound, in order, as many as there is room for,
+    then minus infinity; and their number."""
+    number, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + number).to(tl.int64)
+    _, _, _, _, _, filtered = _asked(params, slot, fields, WIDTH)
+    if filtered:
+        bound = tl.load(bounds + number * 3)
+        while part < PARTS:
+            columns = part * PART + tl.arange(0, PART)
+            row = logits + number * stride
+            values = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
+            taken = ((values >= bound) & (columns < WIDTH)).to(tl.int32)
+            place = tl.cumsum(taken, 0) - 1
+            count = tl.sum(taken, 0)
+            own = found + (number * PARTS + part) * ROOM
+            room = tl.arange(0, ROOM)
+            tl.store(own + place, values, mask=(taken > 0) & (place < ROOM))
+            tl.store(own + room, float("-inf"), mask=room >= count)
+            tl.store(counts + number * PARTS + part, count)
+            part += spans
+
+
+@triton.jit
+def _floor_of(
+    row, peak, total, temperature, top_p, min_p, top_k, by_rank,
+    REACH: tl.constexpr, WIDTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The floor that is found among these entries; `total` is the mass of all where only top_p is asked for."""
+    rate = 1.0 / temperature
+    low = peak - REACH * temperature
+    floor = tl.full([], float("-inf"), tl.float32)
+    if min_p > 0.0:
+        floor = tl.div_rn(peak, temperature) + tl.log(min_p.to(tl.float64)).to(tl.float32)
+    if by_rank:
+        need = top_k.to(tl.float32)
+        least = _search(row, need, low, peak, peak, rate, False, WIDTH, PROBES, BLOCK)
+        floor = tl.maximum(floor, tl.div_rn(least, temperature))
+    if top_p < 1.0:
+        if by_rank | (min_p > 0.0):
+            total = _mass(row, floor, peak, temperature, rate, WIDTH, BLOCK)
+        least = _search(row, top_p * total, low, peak, peak, rate, True, WIDTH, PROBES, BLOCK)
+        floor = tl.maximum(floor, tl.div_rn(least, temperature))
+    return floor
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _find_floors(
+    logits, slots, params, bounds, counts, found, floors, stride, fields,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, ROOM: tl.constexpr, REACH: tl.constexpr,
+    PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The floor of each row: among the entries that were collected, or where they had no room in the row itself."""
+    number = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + number).to(tl.int64)
+    temperature, top_p, min_p, top_k, by_rank, filtered = _asked(params, slot, fields, WIDTH)
+    floor = tl.full([], float("-inf"), tl.float32)
+    if filtered:
+        peak = tl.load(bounds + number * 3 + 1)
+        total = tl.load(bounds + number * 3 + 2)
+        places = tl.arange(0, MORE_PARTS)
+        most = tl.max(tl.load(counts + number * PARTS + places, mask=places < PARTS, other=0), 0)
+        if most <= ROOM:
+            floor = _floor_of(
+                found + number * PARTS * ROOM, peak, total, temperature, top_p, min_p, top_k, by_rank,
+                REACH, PARTS * ROOM, PROBES, BLOCK,
+            )  # fmt: skip
+        else:
+            floor = _floor_of(
+                logits + number * stride, peak, total, temperature, top_p, min_p, top_k, by_rank,
+                REACH, WIDTH, PROBES, BLOCK,
+            )  # fmt: skip
     tl.store(floors + number, floor)
 
 
@@ -161,7 +291,8 @@ def _score(value, token, position, choice, seed_low, seed_high):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "floors"])
 def _best_of_parts(
-    logits, slots, positions, params, floors, scores, tokens, width, stride, fields, parts, COUNTERS: tl.constexpr
+    logits, slots, positions, params, floors, scores, tokens, stride, fields, parts,
+    WIDTH: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row the best score, and the first token that has it: the row's width where no token can be
     drawn, -1 where there is an entry that is not a number or infinite.
@@ -174,15 +305,15 @@ def _best_of_parts(
     temperature = _real(params, slot, fields, 0)
     floor = tl.load(floors + number)
     columns = part * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
+    inside = columns < WIDTH
     values = tl.load(logits + number * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
     values = tl.div_rn(values, tl.zeros_like(values) + tl.where(temperature > 0.0, temperature, 1.0))
     broken = tl.max(tl.where(values < float("inf"), 0, 1), 0)
     values = tl.where(values >= floor, values, float("-inf"))
     largest = tl.max(values, 0)
     score = largest.to(tl.float64)
-    token = tl.min(tl.where((values == largest) & (values > float("-inf")), columns, width), 0)
-    if (temperature > 0.0) & (token < width):
+    token = tl.min(tl.where((values == largest) & (values > float("-inf")), columns, WIDTH), 0)
+    if (temperature > 0.0) & (token < WIDTH):
         seed_low, seed_high = _word(params, slot, fields, 4), _word(params, slot, fields, 5)
         choice = _word(params, slot, fields, 6)
         position = tl.load(positions + number)
@@ -193,9 +324,9 @@ def _best_of_parts(
         best = tl.max(rough, 0)
         near = best - (0.001 + tl.abs(best) * 1e-6)  # far more than both roundings
         score = tl.full([], float("-inf"), tl.float64)
-        token = tl.full([], 0, tl.int32) + width
+        token = tl.full([], 0, tl.int32) + WIDTH
         while (best >= near) & (best > float("-inf")):
-            here = tl.min(tl.where(rough == best, columns, width), 0)
+            here = tl.min(tl.where(rough == best, columns, WIDTH), 0)
             value = tl.max(tl.where(columns == here, values, float("-inf")), 0)
             own = _score(value, here, position, choice, seed_low, seed_high)
             token = tl.where((own > score) | ((own == score) & (here < token)), here, token)
@@ -207,36 +338,61 @@ def _best_of_parts(
 
 
 @triton.jit(do_not_specialize_on_alignment=["drawn"])
-def _join(scores, tokens, drawn, width, parts, BLOCK: tl.constexpr):
+def _join(scores, tokens, drawn, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
     exists = places < parts
     of_parts = tl.load(scores + number * parts + places, mask=exists, other=float("-inf"))
-    firsts = tl.load(tokens + number * parts + places, mask=exists, other=width)
-    token = tl.min(tl.where(of_parts == tl.max(of_parts, 0), firsts, width), 0)
-    whole = (tl.min(firsts, 0) >= 0) & (token < width)
+    firsts = tl.load(tokens + number * parts + places, mask=exists, other=WIDTH)
+    token = tl.min(tl.where(of_parts == tl.max(of_parts, 0), firsts, WIDTH), 0)
+    whole = (tl.min(firsts, 0) >= 0) & (token < WIDTH)
     tl.store(drawn + number, tl.where(whole, token, -1).to(tl.int64))
 
 
-def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) -> Tensor:
-    """As `slots.draw_rows`: three launches."""
+def _launch_floors(logits: Tensor, slots: Tensor, params: Tensor) -> Tensor:
+    """[R] float32, the floor of each row; minus infinity where nothing is left out."""
     num_rows, width = logits.shape
-    floors = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    parts = triton.cdiv(width, PART)
+    spans = min(parts, triton.cdiv(PROGRAMS, num_rows))
+    device, stride, fields = logits.device, logits.stride(0), params.stride(0)
+    floors, sums, maxima, bounds, found = (
+        torch.empty(num_rows, size, dtype=torch.float32, device=device)
+        for size in (1, parts, parts * GROUPS, 3, parts * ROOM)
+    )
+    counts = torch.empty(num_rows, parts, dtype=torch.int32, device=device)
+    of_row = {"WIDTH": width, "PARTS": parts}
+    of_search = {
+        "MORE_PARTS": triton.next_power_of_2(parts), "REACH": REACH, "PROBES": PROBES, "BLOCK": SEARCH_BLOCK,
+        "num_warps": 16,
+    }  # fmt: skip
+    _scan_groups[(num_rows, spans)](
+        logits, slots, params, maxima, sums, stride, fields, spans, **of_row, PART=PART, GROUPS=GROUPS, num_warps=8
+    )
+    _find_bounds[(num_rows,)](slots, params, maxima, sums, bounds, fields, **of_row, GROUPS=GROUPS, **of_search)
+    _collect[(num_rows, spans)](
+        logits, slots, params, bounds, counts, found, stride, fields, spans, **of_row, PART=PART, ROOM=ROOM, num_warps=8
+    )
+    _find_floors[(num_rows,)](
+        logits, slots, params, bounds, counts, found, floors, stride, fields, **of_row, ROOM=ROOM, **of_search
+    )
+    return floors
+
+
+def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) -> Tensor:
+    """As `slots.draw_rows`: six launches, of which rows without min-p, top-k and top-p leave four at once."""
+    num_rows, width = logits.shape
     drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return drawn
+    floors = _launch_floors(logits, slots, params)
     parts = triton.cdiv(width, DRAW_BLOCK)
     scores = torch.empty(num_rows, parts, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
-    stride, fields = logits.stride(0), params.stride(0)
-    _find_floors[(num_rows,)](
-        logits, slots, params, floors, width, stride, fields, PROBES=PROBES, BLOCK=SEARCH_BLOCK, num_warps=16
-    )
     _best_of_parts[(num_rows, parts)](
-        logits, slots, positions, params, floors, scores, tokens, width, stride, fields, parts,
-        COUNTERS=DRAW_BLOCK // 4, num_warps=4,
+        logits, slots, positions, params, floors, scores, tokens, logits.stride(0), params.stride(0), parts,
+        WIDTH=width, COUNTERS=DRAW_BLOCK // 4, num_warps=4,
     )  # fmt: skip
-    _join[(num_rows,)](scores, tokens, drawn, width, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
+    _join[(num_rows,)](scores, tokens, drawn, parts, WIDTH=width, BLOCK=triton.next_power_of_2(parts), num_warps=1)
     return drawn
 
 

@@ -90,7 +90,7 @@ def judge(
         rates: [at least W - 1] float64: drafted token i stands by this chance (`SyntheticVerifier.conditional`).
     Returns:
         [B, 2 + W] int32: number of accepted drafted tokens; number of emitted tokens, which is one more, or the same
-        where the row after them could not be drawn from; the emitted tokens, and -1 beyond. (0, 0, -1, ...) for padding.
+        where the row after them could not be drawn from; the emitted tokens, and -1 beyond. Padding: 0, 0, -1, ...
     """
     if cuda.serves(drawn):
         verdict: Tensor = cuda.sampling_ops().judge(drawn, drafted, num_rows, slots, positions, last, params, rates)

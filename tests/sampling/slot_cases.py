@@ -1,4 +1,4 @@
-"""Rows to draw from and chains to judge, of all kinds, for the plain functions of `sampling.slots` and for the kernels."""
+"""Rows to draw from and chains to judge, of all kinds: for the plain functions of `sampling.slots` and the kernels."""
 
 from __future__ import annotations
 
