@@ -43,7 +43,9 @@ class ReferenceAttention:
         num_blocks = pool.shape[0] // block_bytes
         memory = pool[: num_blocks * block_bytes].view(dtype)
         outer = (shape.num_layers, num_blocks) if alone else (num_blocks, shape.num_layers)
-        inner = (shape.num_kv_heads, shape.block_size) if self.heads_outermost else (shape.block_size, shape.num_kv_heads)
+        inner = (
+            (shape.num_kv_heads, shape.block_size) if self.heads_outermost else (shape.block_size, shape.num_kv_heads)
+        )
         cache = memory.view(*outer, 2, *inner, shape.head_dim)
         cache = cache.transpose(0, 1) if alone else cache
         self.cache = cache.transpose(3, 4) if self.heads_outermost else cache

@@ -21,7 +21,7 @@ from forerun.attention.reference import ReferenceAttention
 from forerun.kernels.triton_ops import launch_options, rope_store
 
 PROGRAMS_A_PROCESSOR = 4  # wanted of a launch, as far as keys can be split
-MOST_SPLITS = 32
+SPLIT_WIDTHS = (1, 4, 16)  # a kernel for each: for so many parts at most
 LEAST_KEYS = 64  # of a split
 JOINED_A_WARP = 2048  # numbers that are joined at once
 NO_ROPE = None, None, None, None, 0.0
@@ -203,7 +203,7 @@ class TritonAttention(ReferenceAttention):
         """What `pack_layout` made, on the device. num_keys: the most that a tile may have."""
         tiles_at, ints_at = num_rows, num_rows + num_tiles * TILE_FIELDS
         wanted = self._programs // max(1, num_tiles * self.shape.num_kv_heads)
-        splits = min(MOST_SPLITS, wanted, num_keys // LEAST_KEYS)
+        splits = min(SPLIT_WIDTHS[-1], wanted, num_keys // LEAST_KEYS)
         return Tables(
             numbers[:tiles_at],
             numbers[tiles_at:ints_at].view(num_tiles, TILE_FIELDS),
@@ -238,15 +238,16 @@ class TritonAttention(ReferenceAttention):
         block_m = max(16, triton.next_power_of_2(tables.rows * group))
         block_d = max(16, triton.next_power_of_2(dim))
         block_n, num_warps, num_stages = _tuning(out.dtype, block_m, block_d)
-        most_splits = triton.next_power_of_2(splits)
-        join_m = min(triton.next_power_of_2(tables.rows * group), JOINED_A_WARP * num_warps // (most_splits * block_d))
+        most_splits = next(width for width in SPLIT_WIDTHS if width >= splits)
+        at_once = JOINED_A_WARP * num_warps // (most_splits * block_d)  # rows of the product
+        join_m = 1 if splits == 1 else max(1, min(triton.next_power_of_2(tables.rows * group), at_once))
         _attend[num_tiles, kv_heads, splits](
             product, cache, out, partial, stats, self._num_done, tables.tiles, tables.ints,
             self.spec.scale, self.spec.softcap or 0.0, window or 0, tables.rows, splits,
             product.stride(0), cache.stride(0),
             FIELDS=TILE_FIELDS, KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_SIZE=shape.block_size,
             MOST_SPLITS=most_splits, CAPPED=self.spec.softcap is not None, WINDOWED=window is not None,
-            PATHS=tables.paths, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, JOIN_M=max(1, join_m),
+            PATHS=tables.paths, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, JOIN_M=join_m,
             num_warps=num_warps, num_stages=num_stages, **launch_options(product),
         )  # fmt: skip
         return out

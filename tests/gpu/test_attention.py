@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ pytest.importorskip("triton")
 from forerun.attention.triton import TritonAttention
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # sums of a few hundred, then rounding
+if os.environ.get("TRITON_INTERPRET") == "1":
+    del TOLERANCES[torch.bfloat16]  # the interpreter multiplies its bits
 TREE = (-1, -1, 0, 0, 1, 2, 4, 3)
 SPECS = {
     "qwen3": AttentionSpec(KVShape(2, 2, 128), 8, 128**-0.5),
@@ -105,6 +108,7 @@ def test_long_contexts_are_split(name: str, device: torch.device) -> None:
     for rows in (1, 4):
         attend_all(backends, [Segment([0] * rows, 5000, table)], torch.float32, device)
         assert backends[1]._tables.splits > 8  # type: ignore[attr-defined]
+        assert not backends[1]._num_done.any()  # type: ignore[attr-defined]  # as the next launch must find it
 
 
 def test_a_row_that_was_moved_is_found(device: torch.device) -> None:
