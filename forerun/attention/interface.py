@@ -96,8 +96,8 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """The product that the attention of a layer starts from. Whoever takes it uses it up: heads are normed and rotated in
-    place, or on their way into the cache.
+    """The product that the attention of a layer starts from. Whoever takes it uses it up: heads are normed and rotated
+    in place, or on their way into the cache.
 
     Attributes:
         product: [T, (num_heads + 2 * num_kv_heads) * D], a row's query, key and value heads side by side.

@@ -1,8 +1,9 @@
 """Attention on a GPU: paged, a program for each tile of query rows, head of keys, and part of the keys.
 
 The rows of a tile and the query heads that share a head of keys are the rows of one product. Where tiles are few the
-keys are split, so that all multiprocessors read at once, and the program that ends last joins the parts (flash-decoding).
-Sums are float32. How keys are split depends on the step, so a row's last bits may depend on its company.
+keys are split, so that all multiprocessors read at once, and the program that ends last joins the parts
+(flash-decoding). Sums are float32. How keys are split depends on the step, so a row's last bits may depend on its
+company.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.attention.interface import GPU_ROW_TILE, AttentionInputs, AttentionSpec, StepLayout
+from forerun.attention.interface import GPU_ROW_TILE, AttentionInputs, AttentionSpec, Rope, StepLayout
 from forerun.attention.layout import TILE_FIELDS, flatten_tiles
 from forerun.attention.reference import ReferenceAttention
-from forerun.kernels.triton_ops import launch_options, rope_store
+from forerun.kernels.triton_ops import launch_options, rope_qk
 
 PROGRAMS_A_PROCESSOR = 4  # wanted of a launch, as far as keys can be split
 SPLIT_WIDTHS = (1, 4, 16)  # a kernel for each: for so many parts at most
 LEAST_KEYS = 64  # of a split
 JOINED_A_WARP = 2048  # numbers that are joined at once
-NO_ROPE = None, None, None, None, 0.0
 
 
 # A step's numbers lie at any address: code must not depend on which.
@@ -253,11 +253,10 @@ class TritonAttention(ReferenceAttention):
         return out
 
     def write(self, layer: int, inputs: AttentionInputs) -> None:
-        rope = inputs.rope
-        cos, sin, q_norm, k_norm, eps = (rope.cos, rope.sin, rope.q_norm, rope.k_norm, rope.eps) if rope else NO_ROPE
-        rope_store(
-            inputs.product, cos, sin, inputs.num_heads, inputs.num_kv_heads, q_norm, k_norm, eps,
-            self.cache[:, layer], self._tables.slots,
+        rope = inputs.rope or Rope(*inputs.product.new_empty(2, 0, 0))  # nothing is rotated
+        rope_qk(
+            inputs.product, rope.cos, rope.sin, inputs.num_heads, inputs.num_kv_heads, rope.q_norm, rope.k_norm,
+            rope.eps, (self.cache[:, layer], self._tables.slots),
         )  # fmt: skip
 
 

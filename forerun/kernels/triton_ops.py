@@ -189,54 +189,25 @@ def rope_qk(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    place: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """As `fused.rope_qk`, in one launch; rows of qkv are contiguous, and so are cos and sin."""
-    _launch_rope(qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps, None)
-
-
-def rope_store(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cache: Tensor,
-    slots: Tensor,
-) -> None:
-    """`rope_qk` of which keys go to a cache instead, and values with them, in the same launch.
+    """As `fused.rope_qk`, in one launch; rows of qkv are contiguous, and so are cos and sin. With a place keys go
+    there, values with them, and in qkv only queries change.
 
     Args:
-        cos, sin: None: nothing is rotated.
-        cache: [blocks, 2, block_size, kv_heads, D], a layer's keys and values; a head's tokens in a block lie together.
-        slots: [R] int32 of the first R rows, block * block_size + offset; rows below 0 leave nothing in the cache.
-            What happens to the query heads of these, and of rows past R, does not matter.
+        place: cache [blocks, 2, block_size, kv_heads, D], where a head's tokens in a block lie together, and slots [R]
+            int32 of the first R rows, block * block_size + offset. Rows below 0 leave nothing in the cache; what
+            happens to their queries, and those of rows past R, does not matter.
     """
-    _launch_rope(qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps, (cache, slots))
-
-
-def _launch_rope(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    place: tuple[Tensor, Tensor] | None,
-) -> None:
-    dim, half = qkv.shape[1] // (num_heads + 2 * num_kv_heads), 0 if cos is None else cos.shape[1]
+    dim, half = qkv.shape[1] // (num_heads + 2 * num_kv_heads), cos.shape[1]
     norm = q_norm is not None
     whole = q_norm is not None and q_norm.numel() != dim
     heads = triton.next_power_of_2(max(num_heads, num_kv_heads)) if whole else HEADS_A_PROGRAM
-    cache, slots = place or (qkv, qkv)  # of these two only the rows count without a place
+    cache, slots = place or (qkv, qkv)  # without a place only the number of rows counts
     programs = triton.cdiv(num_heads, heads) + (2 if place else 1) * triton.cdiv(num_kv_heads, heads)
     _rope_qk[slots.shape[0], programs](
-        qkv, qkv if cos is None else cos, qkv if sin is None else sin, q_norm if norm else qkv,
-        k_norm if norm else qkv, qkv.stride(0), eps, cache, slots, cache.stride(0),
+        qkv, cos, sin, q_norm if norm else qkv, k_norm if norm else qkv, qkv.stride(0), eps,
+        cache, slots, cache.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, HALF=half, NORM=norm, WHOLE=whole,
         STORE=place is not None, BLOCK_SIZE=cache.shape[2] if place else 1, HEADS=heads,
         BLOCK_HALF=triton.next_power_of_2(max(1, half)), BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)),

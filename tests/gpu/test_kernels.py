@@ -63,15 +63,15 @@ def test_rope_qk(
     stored = qkv.clone()
     triton_ops.rope_qk(qkv, cos, sin, heads, kv_heads, *norms, 1e-6)
     assert_near(qkv, expected.to(dtype))
-    assert_stores(stored, qkv, heads, kv_heads, lambda *place: triton_ops.rope_store(
-        stored, cos, sin, heads, kv_heads, *norms, 1e-6, *place
+    assert_stores(stored, qkv, heads, kv_heads, lambda *place: triton_ops.rope_qk(
+        stored, cos, sin, heads, kv_heads, *norms, 1e-6, place
     ))  # fmt: skip
 
 
 def test_heads_that_need_no_rope_are_stored(device: torch.device) -> None:
     product = torch.randn(3, (4 + 2 * 2) * 24, device=device)
-    assert_stores(product, product.clone(), 4, 2, lambda *place: triton_ops.rope_store(
-        product, None, None, 4, 2, None, None, 0.0, *place
+    assert_stores(product, product.clone(), 4, 2, lambda *place: triton_ops.rope_qk(
+        product, *product.new_empty(2, 3, 0), 4, 2, None, None, 0.0, place
     ))  # fmt: skip
 
 
