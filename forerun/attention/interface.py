@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from forerun.kernels.fused import rope_qk
+
 if TYPE_CHECKING:
     from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
 
@@ -83,6 +85,45 @@ class StepLayout:
     tiles: Sequence[QueryTile]
 
 
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """What is yet to be done to query and key heads: RMS norm where there are weights, then rotation. Attributes as the
+    arguments of `kernels.fused.rope_qk`."""
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """The product that the attention of a layer starts from. Whoever takes it uses it up: heads are normed and rotated
+    in place, or on their way into the cache.
+
+    Attributes:
+        product: [T, (num_heads + 2 * num_kv_heads) * D], a row's query, key and value heads side by side.
+        num_heads: 0 where rows are only written.
+        rope: None: it is done.
+    """
+
+    product: Tensor
+    num_heads: int
+    num_kv_heads: int
+    rope: Rope | None = None
+
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `rope` asks for, done in place, so call it once: query [T, num_heads, D], key and value
+        [T, num_kv_heads, D], views of the product. A row's heads are contiguous, rows are not."""
+        parts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        if (rope := self.rope) is not None:
+            rope_qk(self.product, rope.cos, rope.sin, *parts[:2], rope.q_norm, rope.k_norm, rope.eps)
+        num_rows, width = self.product.shape
+        query, key, value = self.product.view(num_rows, sum(parts), width // sum(parts)).split_with_sizes(parts, 1)
+        return query, key, value
+
+
 class AttentionBackend(Protocol):
     """Owns the keys and values of one cache group."""
 
@@ -98,18 +139,18 @@ class AttentionBackend(Protocol):
         attended next."""
         ...
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Write the step's keys and values of a layer, then attend.
 
         Args:
-            query: [T, heads, D]; key, value: [T, kv_heads, D]; T may exceed the layout's rows: the rest is padding.
+            inputs: of T rows, which may be more than the layout's: the rest is padding.
         Returns:
             [T, heads, D]; padding rows are zero.
         """
         ...
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write the step's keys and values of a layer, [T, kv_heads, D] each, and nothing else. Ends the step."""
+    def write(self, layer: int, inputs: AttentionInputs) -> None:
+        """Write the step's keys and values of a layer, and nothing else. Ends the step."""
         ...
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:

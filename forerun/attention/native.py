@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.attention.interface import AttentionSpec, QueryTile, StepLayout
+from forerun.attention.interface import AttentionInputs, AttentionSpec, QueryTile, StepLayout
 from forerun.attention.layout import flatten_tiles
 from forerun.attention.slots import BlockTables, SlotBatch, SlotRows, host_layout, place_rows
 from forerun.kernels.native import extension
@@ -81,7 +81,8 @@ class NativeAttention:
         self.begin(layout)
         return rows
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        query, key, value = inputs.heads()
         if not self._checked:  # all layers are alike
             self._check(query, self.spec.num_heads)
             self._check(key, self.shape.num_kv_heads)
@@ -104,7 +105,8 @@ class NativeAttention:
         )
         return out
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, inputs: AttentionInputs) -> None:
+        _, key, value = inputs.heads()
         self._check(key, self.shape.num_kv_heads)
         self._check(value, self.shape.num_kv_heads)
         self._native.begin(self._slots.data_ptr(), self._slots.shape[0], 0, 0, 0)  # no tile: nobody attends

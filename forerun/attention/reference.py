@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.attention.interface import AttentionSpec, QueryTile, StepLayout
+from forerun.attention.interface import AttentionInputs, AttentionSpec, QueryTile, StepLayout
 from forerun.attention.slots import BlockTables, SlotBatch, SlotRows, host_layout, place_rows
 from forerun.kernels.reference import ROW_TILE, soft_cap
 
@@ -22,7 +22,7 @@ KEY_TILE = 256
 
 
 class ReferenceAttention:
-    """Paged keys and values in one tensor [blocks, layers, 2, block_size, kv_heads, D] over the byte pool: blocks one
+    """Paged keys and values, `cache` [blocks, layers, 2, block_size, kv_heads, D], a view of the byte pool: blocks one
     after the other, or, where the pool is this group's alone, layers: what a pass reads then lies together.
 
     Args:
@@ -33,6 +33,8 @@ class ReferenceAttention:
     """
 
     row_tile = ROW_TILE
+    heads_outermost = False
+    """Whether a block's memory is [2, kv_heads, block_size, D]: what is read of a head lies together."""
 
     def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype, alone: bool = False) -> None:
         shape = spec.shape
@@ -41,11 +43,13 @@ class ReferenceAttention:
         block_bytes = shape.block_bytes(dtype.itemsize)
         num_blocks = pool.shape[0] // block_bytes
         memory = pool[: num_blocks * block_bytes].view(dtype)
-        inner = (2, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        if alone:
-            self.cache = memory.view(shape.num_layers, num_blocks, *inner).transpose(0, 1)
-        else:
-            self.cache = memory.view(num_blocks, shape.num_layers, *inner)
+        outer = (shape.num_layers, num_blocks) if alone else (num_blocks, shape.num_layers)
+        inner = (
+            (shape.num_kv_heads, shape.block_size) if self.heads_outermost else (shape.block_size, shape.num_kv_heads)
+        )
+        cache = memory.view(*outer, 2, *inner, shape.head_dim)
+        cache = cache.transpose(0, 1) if alone else cache
+        self.cache = cache.transpose(3, 4) if self.heads_outermost else cache
         self._positions = torch.arange(KEY_TILE, device=pool.device)
 
     def begin(self, layout: StepLayout) -> None:
@@ -62,8 +66,9 @@ class ReferenceAttention:
         self.begin(layout)
         return rows
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.write(layer, key, value)
+    def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        query, key, value = inputs.heads()
+        self._store(layer, key, value)
         stored = self.cache[:, layer]  # [blocks, 2, block_size, kv_heads, D]
         out = torch.zeros_like(query)
         for table, tiles in self._groups:
@@ -74,7 +79,10 @@ class ReferenceAttention:
                 out[list(tile.rows)] = self._attend_tile(query[list(tile.rows)], path, tile, self.spec.window(layer))
         return out
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, inputs: AttentionInputs) -> None:
+        self._store(layer, *inputs.heads()[1:])
+
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
         num_rows = self._slots.shape[0]
         stored = self.cache[:, layer]  # [blocks, 2, block_size, kv_heads, D]
         stored[self._blocks, 0, self._offsets] = key[:num_rows].to(stored.dtype)

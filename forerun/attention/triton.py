@@ -1,8 +1,9 @@
 """Attention on a GPU: paged, a program for each tile of query rows, head of keys, and part of the keys.
 
 The rows of a tile and the query heads that share a head of keys are the rows of one product. Where tiles are few the
-keys are split, so that all multiprocessors read at once, and the parts are joined by a second kernel (flash-decoding).
-Sums are float32. How keys are split depends on the step, so a row's last bits may depend on its company.
+keys are split, so that all multiprocessors read at once, and the program that ends last joins the parts
+(flash-decoding). Sums are float32. How keys are split depends on the step, so a row's last bits may depend on its
+company.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.attention.interface import GPU_ROW_TILE, AttentionSpec, StepLayout
+from forerun.attention.interface import GPU_ROW_TILE, AttentionInputs, AttentionSpec, Rope, StepLayout
 from forerun.attention.layout import TILE_FIELDS, flatten_tiles
 from forerun.attention.reference import ReferenceAttention
 from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
 from forerun.attention.triton_slots import SlotLayout, lay_out_slots
+from forerun.kernels.triton_ops import launch_options, rope_qk
 from forerun.kernels.uploads import upload
 
 PROGRAMS_A_PROCESSOR = 4  # wanted of a launch, as far as keys can be split
-MOST_SPLITS = 32
+SPLIT_WIDTHS = (1, 4, 16)  # a kernel for each: for so many parts at most
 LEAST_KEYS = 64  # of a split
+JOINED_A_WARP = 2048  # numbers that are joined at once
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+# A step's numbers lie at any address: code must not depend on which.
+@triton.jit(do_not_specialize=["rows", "splits"], do_not_specialize_on_alignment=["tiles", "ints"])
 def _attend(
-    query, cache, out, partial, stats, tiles, ints, scale, softcap, window, rows, splits,
-    q_stride, block_stride, layer_offset,
+    query, cache, out, partial, stats, num_done, tiles, ints, scale, softcap, window, rows, splits,
+    q_stride, block_stride,
     FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PATHS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PATHS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, JOIN_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     record = tiles + tile * FIELDS
@@ -48,6 +52,8 @@ def _attend(
     span = tl.cdiv(tl.cdiv(num_keys - first_seen, splits), BLOCK_N) * BLOCK_N
     start = first_seen + split * span
     stop = tl.minimum(start + span, num_keys)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     if num_rows == 0 or start >= stop:
         return
 
@@ -75,7 +81,7 @@ def _attend(
             slot = tl.load(ints + path_at + keys - path_start, mask=on_path, other=0)
             block = tl.where(on_path, slot // BLOCK_SIZE, block)
             offset = tl.where(on_path, slot % BLOCK_SIZE, offset)
-        at = block.to(tl.int64) * block_stride + layer_offset + (offset * KV_HEADS + kv_head) * DIM
+        at = block.to(tl.int64) * block_stride + (kv_head * BLOCK_SIZE + offset) * DIM
         k = tl.load(cache + at[None, :] + dims[:, None], mask=exists[None, :] & in_dim[:, None], other=0.0)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         if CAPPED:
@@ -95,66 +101,52 @@ def _attend(
         acc += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         largest = new_largest
 
-    if not SPLIT:
+    if MOST_SPLITS == 1:
         out_at = out + (token[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * DIM + dims[None, :]
         tl.store(out_at, (acc / total[:, None]).to(q.dtype), mask=used[:, None] & in_dim[None, :])
     else:
-        part = ((tile * splits + split) * KV_HEADS + kv_head).to(tl.int64) * (rows * GROUP) + m
+        first_part = (tile * splits * KV_HEADS + kv_head).to(tl.int64)
+        part = (first_part + split * KV_HEADS) * (rows * GROUP) + m
         tl.store(partial + part[:, None] * DIM + dims[None, :], acc, mask=used[:, None] & in_dim[None, :])
         tl.store(stats + 2 * part, largest, mask=used)
         tl.store(stats + 2 * part + 1, total, mask=used)
-
-
-@triton.jit(do_not_specialize=["rows", "splits"])
-def _join(
-    out, partial, stats, tiles, ints, window, rows, splits,
-    FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    tile, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    record = tiles + tile * FIELDS
-    rows_at, num_rows, first_position = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-    if row >= num_rows:
-        return
-    num_keys = first_position + num_rows
-    first_seen = 0
-    if WINDOWED:
-        first_seen = tl.maximum(first_position + 1 - window, 0) // BLOCK_N * BLOCK_N
-    span = tl.cdiv(tl.cdiv(num_keys - first_seen, splits), BLOCK_N) * BLOCK_N
-    split = tl.arange(0, MOST_SPLITS)
-    filled = (split < splits) & (first_seen + split * span < num_keys)
-    part = (tile * splits + split).to(tl.int64) * KV_HEADS + head // GROUP
-    part = part * (rows * GROUP) + row * GROUP + head % GROUP
-    largest = tl.load(stats + 2 * part, mask=filled, other=float("-inf"))
-    total = tl.load(stats + 2 * part + 1, mask=filled, other=0.0)
-    share = tl.math.exp2(largest - tl.max(largest, 0))
-    dims = tl.arange(0, BLOCK_D)
-    made = tl.load(
-        partial + part[:, None] * DIM + dims[None, :], mask=filled[:, None] & (dims < DIM)[None, :], other=0.0
-    )
-    joined = tl.sum(made * share[:, None], 0) / tl.sum(total * share, 0)
-    token = tl.load(ints + rows_at + row).to(tl.int64)
-    at = out + (token * (KV_HEADS * GROUP) + head) * DIM + dims
-    tl.store(at, joined.to(out.dtype.element_ty), mask=dims < DIM)
+        tl.debug_barrier()  # all of the program's stores come before its word that it is done
+        done = num_done + tile * KV_HEADS + kv_head
+        num_parts = tl.cdiv(num_keys - first_seen, span)
+        if tl.atomic_add(done, 1, sem="acq_rel") == num_parts - 1:
+            tl.store(done, 0)  # for the next layer
+            for first_row in range(0, num_rows * GROUP, JOIN_M):
+                _join(
+                    out, partial, stats, ints + rows_at, first_part, num_parts, first_row, num_rows, rows, kv_head,
+                    KV_HEADS, GROUP, DIM, MOST_SPLITS, BLOCK_D, JOIN_M,
+                )  # fmt: skip
 
 
 @triton.jit
-def _write(
-    key, value, cache, slots, key_stride, value_stride, block_stride, layer_offset,
-    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+def _join(
+    out, partial, stats, row_ids, first_part, num_parts, first_row, num_rows, rows, kv_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr, JOIN_M: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    slot = tl.load(slots + row)
-    if slot < 0:
-        return
-    columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    at = (slot // BLOCK_SIZE).to(tl.int64) * block_stride + layer_offset + slot % BLOCK_SIZE * WIDTH + columns
-    row = row.to(tl.int64)
-    k = tl.load(key + row * key_stride + columns, mask=inside)
-    v = tl.load(value + row * value_stride + columns, mask=inside)
-    tl.store(cache + at, k.to(cache.dtype.element_ty), mask=inside)
-    tl.store(cache + at + BLOCK_SIZE * WIDTH, v.to(cache.dtype.element_ty), mask=inside)
+    """JOIN_M of the rows of a product, from all of their parts, past the cache of the multiprocessor."""
+    m = first_row + tl.arange(0, JOIN_M)
+    used = m < num_rows * GROUP
+    split = tl.arange(0, MOST_SPLITS)[:, None]
+    part = (first_part + split * KV_HEADS) * (rows * GROUP) + m[None, :]  # [splits, JOIN_M]
+    filled = (split < num_parts) & used[None, :]
+    largest = tl.load(stats + 2 * part, mask=filled, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(stats + 2 * part + 1, mask=filled, other=0.0, cache_modifier=".cg")
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims < DIM
+    made_at = partial + part[:, :, None] * DIM + dims[None, None, :]
+    made = tl.load(made_at, mask=filled[:, :, None] & in_dim[None, None, :], other=0.0, cache_modifier=".cg")
+    top = tl.max(largest, 0)
+    share = tl.math.exp2(largest - tl.where(used, top, 0.0)[None, :])
+    joined = tl.sum(made * share[:, :, None], 0) / tl.where(used, tl.sum(total * share, 0), 1.0)[:, None]
+    token = tl.load(row_ids + m // GROUP, mask=used, other=0).to(tl.int64)
+    head = kv_head * GROUP + m % GROUP
+    at = out + (token[:, None] * (KV_HEADS * GROUP) + head[:, None]) * DIM + dims[None, :]
+    tl.store(at, joined.to(out.dtype.element_ty), mask=used[:, None] & in_dim[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +171,18 @@ class Tables:
 
 
 class TritonAttention(ReferenceAttention):
-    """Keys and values lie as in `ReferenceAttention`, whose twin it is. Heads of queries and keys may have any even
-    size; products are of the queries' dtype.
+    """The twin of `ReferenceAttention`. Heads of queries and keys may have any even size; products are of the queries'
+    dtype.
     """
 
     row_tile = GPU_ROW_TILE
+    heads_outermost = True
 
     def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype, alone: bool = False) -> None:
         super().__init__(spec, pool, dtype, alone)
         self._programs = PROGRAMS_A_PROCESSOR * _num_processors(pool.device)
+        # Of a tile and head of keys, the parts that are done: 0 between launches. Graphs hold its address.
+        self._num_done = torch.zeros(self._programs, dtype=torch.int32, device=pool.device)
 
     def begin(self, layout: StepLayout) -> None:
         num_rows, num_tiles = len(layout.slots), len(layout.tiles)
@@ -220,55 +215,52 @@ class TritonAttention(ReferenceAttention):
     def tables(self, slots: Tensor, tiles: Tensor, ints: Tensor, rows: int, num_keys: int, *, paths: bool) -> Tables:
         """num_keys: the most that a tile may have."""
         wanted = self._programs // max(1, tiles.shape[0] * self.shape.num_kv_heads)
-        return Tables(slots, tiles, ints, rows, max(1, min(MOST_SPLITS, wanted, num_keys // LEAST_KEYS)), paths)
+        return Tables(slots, tiles, ints, rows, max(1, min(SPLIT_WIDTHS[-1], wanted, num_keys // LEAST_KEYS)), paths)
 
     def use(self, tables: Tables) -> None:
         """The tables of the step whose layers are attended next, as `begin` makes them."""
         self._tables = tables
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.write(layer, key, value)
+    def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        self.write(layer, inputs)
         tables, shape, num_heads = self._tables, self.shape, self.spec.num_heads
-        kv_heads, dim = shape.num_kv_heads, shape.head_dim
+        kv_heads, dim, product = shape.num_kv_heads, shape.head_dim, inputs.product
         num_tiles, splits, group = tables.tiles.shape[0], tables.splits, num_heads // kv_heads
-        out = query.new_empty(query.shape)
-        if query.shape[0] > tables.slots.shape[0]:
+        out = product.new_empty(product.shape[0], num_heads, dim)
+        if out.shape[0] > tables.slots.shape[0]:
             out[tables.slots.shape[0] :] = 0
         if not num_tiles:
             return out
         partial = stats = out  # unused
         if splits > 1:
+            assert num_tiles * kv_heads <= self._num_done.shape[0]
             parts = num_tiles * splits * kv_heads * tables.rows * group
-            partial = query.new_empty(parts * dim, dtype=torch.float32)
-            stats = query.new_empty(parts * 2, dtype=torch.float32)
+            partial = out.new_empty(parts * dim, dtype=torch.float32)
+            stats = out.new_empty(parts * 2, dtype=torch.float32)
         window = self.spec.window(layer)
+        cache = self.cache[:, layer]
         block_m = max(16, triton.next_power_of_2(tables.rows * group))
         block_d = max(16, triton.next_power_of_2(dim))
-        block_n, num_warps, num_stages = _tuning(query.dtype, block_m, block_d)
+        block_n, num_warps, num_stages = _tuning(out.dtype, block_m, block_d)
+        most_splits = next(width for width in SPLIT_WIDTHS if width >= splits)
+        at_once = JOINED_A_WARP * num_warps // (most_splits * block_d)  # rows of the product
+        join_m = 1 if splits == 1 else max(1, min(triton.next_power_of_2(tables.rows * group), at_once))
         _attend[num_tiles, kv_heads, splits](
-            query, self.cache, out, partial, stats, tables.tiles, tables.ints,
+            product, cache, out, partial, stats, self._num_done, tables.tiles, tables.ints,
             self.spec.scale, self.spec.softcap or 0.0, window or 0, tables.rows, splits,
-            query.stride(0), self.cache.stride(0), layer * self.cache.stride(1),
+            product.stride(0), cache.stride(0),
             FIELDS=TILE_FIELDS, KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_SIZE=shape.block_size,
-            SPLIT=splits > 1, CAPPED=self.spec.softcap is not None, WINDOWED=window is not None,
-            PATHS=tables.paths, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-            num_warps=num_warps, num_stages=num_stages,
+            MOST_SPLITS=most_splits, CAPPED=self.spec.softcap is not None, WINDOWED=window is not None,
+            PATHS=tables.paths, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, JOIN_M=join_m,
+            num_warps=num_warps, num_stages=num_stages, **launch_options(product),
         )  # fmt: skip
-        if splits > 1:
-            _join[num_tiles, tables.rows, num_heads](
-                out, partial, stats, tables.tiles, tables.ints, window or 0, tables.rows, splits,
-                FIELDS=TILE_FIELDS, KV_HEADS=kv_heads, GROUP=group, DIM=dim, MOST_SPLITS=MOST_SPLITS,
-                WINDOWED=window is not None, BLOCK_N=block_n, BLOCK_D=block_d,
-            )  # fmt: skip
         return out
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        slots, shape = self._tables.slots, self.shape
-        width = shape.num_kv_heads * shape.head_dim
-        _write[(slots.shape[0],)](
-            key, value, self.cache, slots, key.stride(0), value.stride(0),
-            self.cache.stride(0), layer * self.cache.stride(1),
-            WIDTH=width, BLOCK_SIZE=shape.block_size, BLOCK=triton.next_power_of_2(width),
+    def write(self, layer: int, inputs: AttentionInputs) -> None:
+        rope = inputs.rope or Rope(*inputs.product.new_empty(2, 0, 0))  # nothing is rotated
+        rope_qk(
+            inputs.product, rope.cos, rope.sin, inputs.num_heads, inputs.num_kv_heads, rope.q_norm, rope.k_norm,
+            rope.eps, (self.cache[:, layer], self._tables.slots),
         )  # fmt: skip
 
 

@@ -27,9 +27,10 @@ class SlotLayout:
 
     @classmethod
     def new(cls, num_rows: int, num_tiles: int, device: torch.device) -> SlotLayout:
-        wide = [torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(4)]
+        wide = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
         places = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-        return cls(*wide, places, torch.zeros(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device))
+        tiles = torch.zeros(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device)
+        return cls(wide[0], wide[1], wide[2], wide[3], places, tiles)
 
     @property
     def rows(self) -> SlotRows:
@@ -37,8 +38,14 @@ class SlotLayout:
 
     def first(self, num_rows: int, num_tiles: int) -> SlotLayout:
         """The same memory, as far as a smaller pass needs it."""
-        rows = (self.token_ids, self.positions, self.slots, self.output_positions, self.places)
-        return SlotLayout(*(tensor[:num_rows] for tensor in rows), self.tiles[:num_tiles])
+        return SlotLayout(
+            self.token_ids[:num_rows],
+            self.positions[:num_rows],
+            self.slots[:num_rows],
+            self.output_positions[:num_rows],
+            self.places[:num_rows],
+            self.tiles[:num_tiles],
+        )
 
 
 @triton.jit(do_not_specialize=["tables_at", "first", "shift"])

@@ -138,11 +138,12 @@ class DeviceStep:
             drawn = draw_rows(logits, batch.slots, decides, self.slots.params)
             verdict = self._judge(batch, len(sampled), drawn.view(-1, 1))
         if self.proposer is not None:
-            self.proposer.follow_known(KnownRows([s.request for s in prompts], segments, [s.samples for s in prompts]), verdict, output.taps)
+            self.proposer.follow_known(
+                KnownRows([s.request for s in prompts], segments, [s.samples for s in prompts]), verdict, output.taps
+            )
         return verdict
 
 
 def _segment(s: ScheduledRequest) -> Segment:
     known = s.request.token_ids[s.start : s.start + s.num_tokens]
     return Segment(known, s.start, s.request.caches[0].blocks)
-

@@ -102,9 +102,7 @@ def most_rows_a_request(config: EngineConfig) -> int:
     return max(_rows_a_request(config))
 
 
-def record(
-    paged: PagedModel, config: EngineConfig, blocks: BlockTables, taps: Sequence[Tap]
-) -> tuple[PagedModel, str]:
+def record(paged: PagedModel, config: EngineConfig, blocks: BlockTables, taps: Sequence[Tap]) -> tuple[PagedModel, str]:
     """The model with graphs for its usual passes, and the line that says what they took; "" where it can have none."""
     model = paged.model
     if not isinstance(model, Decoder) or not _num_graphs(config, model):

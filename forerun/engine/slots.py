@@ -71,7 +71,9 @@ class Slots:
             held, now = self._held[place].get(request.slot, []), request.caches[place].blocks
             if held == now:
                 continue
-            same = next((i for i, (a, b) in enumerate(zip(held, now, strict=False)) if a != b), min(len(held), len(now)))
+            same = next(
+                (i for i, (a, b) in enumerate(zip(held, now, strict=False)) if a != b), min(len(held), len(now))
+            )
             base = blocks.first + request.slot * blocks.num_blocks
             places += range(base + same, base + len(now))
             values += now[same:]

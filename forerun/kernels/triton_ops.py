@@ -5,23 +5,43 @@ They compute in float32 and round what they store. Not for products: those are c
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+EARLY = True
+"""Whether kernels are launched while their predecessor ends (programmatic dependent launch, from compute capability 9.0
+on): each loads what lies there since the pass began, then waits (`gdc_wait`) before it touches anything else."""
 
 HEADS_A_PROGRAM = 4
 MAX_COLUMNS = 1024  # of `gated`, a program
 
 
+def launch_options(x: Tensor) -> dict[str, bool]:
+    """How a kernel that waits for its predecessor where EARLY is true is launched."""
+    early = EARLY and x.is_cuda and _can_launch_early(x.device)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+@functools.cache
+def _can_launch_early(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @triton.jit
-def _rms_norm(x, weight, out, width, x_stride, eps, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, width, x_stride, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
+    weights = tl.load(weight + columns, mask=inside, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     wide = values.to(tl.float32)
     scale = tl.math.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    weights = tl.load(weight + columns, mask=inside, other=0.0)
     normed = (wide * scale).to(values.dtype).to(tl.float32) * weights.to(tl.float32)
     tl.store(out + row * width + columns, normed.to(values.dtype), mask=inside)
 
@@ -31,12 +51,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     num_rows, width = x.shape
     out = x.new_empty(num_rows, width)
     block = triton.next_power_of_2(width)
-    _rms_norm[(num_rows,)](x, weight, out, width, x.stride(0), eps, BLOCK=block, num_warps=8 if block > 2048 else 4)
+    num_warps = 8 if block > 2048 else 4
+    _rms_norm[(num_rows,)](
+        x, weight, out, width, x.stride(0), eps, BLOCK=block, num_warps=num_warps, **launch_options(x)
+    )
     return out
 
 
 @triton.jit
-def _gated(gate_up, out, width, stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(gate_up, out, width, stride, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -57,7 +82,8 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty(num_rows, width)
     block = min(MAX_COLUMNS, triton.next_power_of_2(width))
     grid = (num_rows, triton.cdiv(width, block))
-    _gated[grid](gate_up, out, width, gate_up.stride(0), GELU=activation == "gelu_tanh", BLOCK=block)
+    gelu = activation == "gelu_tanh"
+    _gated[grid](gate_up, out, width, gate_up.stride(0), GELU=gelu, BLOCK=block, **launch_options(gate_up))
     return out
 
 
@@ -74,30 +100,54 @@ def _load_head(row, head, columns, inside, scale, weight, weights_at, NORM: tl.c
 
 @triton.jit
 def _rope_qk(
-    qkv, cos, sin, q_norm, k_norm, stride, eps,
+    qkv, cos, sin, q_norm, k_norm, stride, eps, cache, slots, block_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    NORM: tl.constexpr, WHOLE: tl.constexpr, STORE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     Q_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KV_PROGRAMS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     program = tl.program_id(1)
-    is_key = program >= Q_PROGRAMS
-    num_heads = tl.where(is_key, NUM_KV_HEADS, NUM_HEADS)
+    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    angle = token * HALF + columns
+    cosine = tl.load(cos + angle, mask=columns < HALF, other=0.0).to(tl.float32)
+    sine = tl.load(sin + angle, mask=columns < HALF, other=0.0).to(tl.float32)
+    slot = tl.full((), -1, tl.int32)
+    if STORE:
+        slot = tl.load(slots + token)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    is_query = program < Q_PROGRAMS
+    num_heads = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
     weight = q_norm
     first = program * HEADS
     row = qkv + token * stride
-    if is_key:
+    if not is_query:
         weight = k_norm
         first = (program - Q_PROGRAMS) * HEADS
         row += NUM_HEADS * DIM
+    place = (slot // BLOCK_SIZE).to(tl.int64) * block_stride + slot % BLOCK_SIZE * DIM
+    if program >= Q_PROGRAMS + KV_PROGRAMS:
+        first -= KV_PROGRAMS * HEADS
+        row += NUM_KV_HEADS * DIM
+        place += NUM_KV_HEADS * BLOCK_SIZE * DIM
     heads = first + tl.arange(0, HEADS)[:, None]
     exists = heads < num_heads
     head = heads * DIM
-    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    to_cache = cache + place + head * BLOCK_SIZE
+    if program >= Q_PROGRAMS + KV_PROGRAMS:
+        dims = tl.arange(0, BLOCK_DIM)[None, :]
+        value = tl.load(row + head + dims, mask=exists & (dims < DIM), other=0.0)
+        tl.store(to_cache + dims, value.to(cache.dtype.element_ty), mask=exists & (dims < DIM) & (slot >= 0))
+        return
+
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
     in_half = exists & (columns < HALF)
     in_rest = exists & (rest < DIM)
-
     scale = tl.zeros([HEADS], dtype=tl.float32)
     if NORM:
         a = tl.load(row + head + columns, mask=in_half, other=0.0).to(tl.float32)
@@ -113,17 +163,21 @@ def _rope_qk(
     weights_at = heads * (DIM if WHOLE else 0)
     first_half = _load_head(row, head, columns, in_half, scale, weight, weights_at, NORM)
     second_half = _load_head(row, head, HALF + columns, in_half, scale, weight, weights_at, NORM)
-    angle = token * HALF + columns
-    cosine = tl.load(cos + angle, mask=columns < HALF, other=0.0).to(tl.float32)
-    sine = tl.load(sin + angle, mask=columns < HALF, other=0.0).to(tl.float32)
     dtype = qkv.dtype.element_ty
-    turned = first_half * cosine - second_half * sine
-    tl.store(row + head + columns, turned.to(dtype), mask=in_half)
-    turned = second_half * cosine + first_half * sine
-    tl.store(row + head + HALF + columns, turned.to(dtype), mask=in_half)
-    if NORM and 2 * HALF < DIM:
-        kept = _load_head(row, head, rest, in_rest, scale, weight, weights_at, NORM)
-        tl.store(row + head + rest, kept.to(dtype), mask=in_rest)
+    low = (first_half * cosine - second_half * sine).to(dtype)
+    high = (second_half * cosine + first_half * sine).to(dtype)
+    kept = _load_head(row, head, rest, in_rest, scale, weight, weights_at, NORM).to(dtype)
+    if is_query or not STORE:
+        tl.store(row + head + columns, low, mask=in_half)
+        tl.store(row + head + HALF + columns, high, mask=in_half)
+        if NORM and 2 * HALF < DIM:
+            tl.store(row + head + rest, kept, mask=in_rest)
+    else:
+        kind = cache.dtype.element_ty
+        tl.store(to_cache + columns, low.to(kind), mask=in_half & (slot >= 0))
+        tl.store(to_cache + HALF + columns, high.to(kind), mask=in_half & (slot >= 0))
+        if 2 * HALF < DIM:
+            tl.store(to_cache + rest, kept.to(kind), mask=in_rest & (slot >= 0))
 
 
 def rope_qk(
@@ -135,15 +189,27 @@ def rope_qk(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    place: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """As `fused.rope_qk`, in one launch; rows of qkv are contiguous, and so are cos and sin."""
+    """As `fused.rope_qk`, in one launch; rows of qkv are contiguous, and so are cos and sin. With a place keys go
+    there, values with them, and in qkv only queries change.
+
+    Args:
+        place: cache [blocks, 2, block_size, kv_heads, D], where a head's tokens in a block lie together, and slots [R]
+            int32 of the first R rows, block * block_size + offset. Rows below 0 leave nothing in the cache; what
+            happens to their queries, and those of rows past R, does not matter.
+    """
     dim, half = qkv.shape[1] // (num_heads + 2 * num_kv_heads), cos.shape[1]
     norm = q_norm is not None
     whole = q_norm is not None and q_norm.numel() != dim
     heads = triton.next_power_of_2(max(num_heads, num_kv_heads)) if whole else HEADS_A_PROGRAM
-    grid = (qkv.shape[0], triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
-    _rope_qk[grid](
+    cache, slots = place or (qkv, qkv)  # without a place only the number of rows counts
+    programs = triton.cdiv(num_heads, heads) + (2 if place else 1) * triton.cdiv(num_kv_heads, heads)
+    _rope_qk[slots.shape[0], programs](
         qkv, cos, sin, q_norm if norm else qkv, k_norm if norm else qkv, qkv.stride(0), eps,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, HALF=half, NORM=norm, WHOLE=whole, HEADS=heads,
-        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)),
+        cache, slots, cache.stride(0),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, HALF=half, NORM=norm, WHOLE=whole,
+        STORE=place is not None, BLOCK_SIZE=cache.shape[2] if place else 1, HEADS=heads,
+        BLOCK_HALF=triton.next_power_of_2(max(1, half)), BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)),
+        BLOCK_DIM=triton.next_power_of_2(dim), num_warps=4 if whole else 1, **launch_options(qkv),
     )  # fmt: skip

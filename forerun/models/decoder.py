@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forerun.attention import AttentionSpec, KVShape
+from forerun.attention import AttentionInputs, AttentionSpec, KVShape
 from forerun.errors import ConfigError
 from forerun.kernels.fused import Embedding, Experts, Linear, embed, linear_add, rms_norm
 from forerun.kernels.packed import PackedLinear, PackedWeight
@@ -37,13 +37,11 @@ def attention_spec(config: DecoderConfig, block_size: int = 16) -> AttentionSpec
 
 
 class Attend(Protocol):
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Store the rows' keys and values, and attend from each row to those it may see.
 
         Args:
-            query: [T, nh, D], rope applied, not scaled: see `attention_spec`.
-            key, value: [T, nkv, D]; rope is applied to key.
-            A row's heads are contiguous, rows may be further apart. All are valid during the call only.
+            inputs: of T rows, valid during the call only. Queries are not scaled: see `attention_spec`.
         Returns:
             [T, nh, D]
         """
@@ -142,8 +140,8 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if (index, False) in taps:
                 states[index, False] = hidden.clone()  # layers add to it in place
-            query, key, value = attention_inputs(hidden, layer, config, *ropes[config.rope_index(index)])
-            attended = attend(index, query, key, value).flatten(1)  # [T, nh * D]
+            inputs = attention_inputs(hidden, layer, config, *ropes[config.rope_index(index)])
+            attended = attend(index, inputs).flatten(1)  # [T, nh * D]
             linear_add(attended, layer.output, hidden, layer.attn_merge)
             layer.mlp.add(hidden, layer.mlp_norm, config.rms_norm_eps, hidden, layer.mlp_merge)
         normed = rms_norm(hidden, self.norm, config.rms_norm_eps)
@@ -152,14 +150,14 @@ class Decoder:
         return DecoderOutput(normed, states)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H], after the final norm -> [R, V] float32."""
+    def logits(self, hidden: Tensor, dtype: torch.dtype | None = torch.float32) -> Tensor:
+        """hidden [R, H], after the final norm -> [R, V]. dtype: None: as they are computed, in that of the weights."""
         logits = self.head(hidden)
         if self.config.logits_scale != 1:
             logits /= self.config.logits_scale
         if self.config.logits_softcap is not None:
             logits = soft_cap(logits, self.config.logits_softcap)
-        return logits.float()
+        return logits if dtype is None else logits.to(dtype)
 
     def _check_taps(self, taps: Sequence[Tap]) -> None:
         last = self.config.num_layers

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.fused import Experts, Linear, Merge, Mlp, PlainLinear, norm_linear, rope_qk
+from forerun.attention import AttentionInputs, Rope
+from forerun.kernels.fused import Experts, Linear, Merge, Mlp, PlainLinear, norm_linear
 from forerun.kernels.packed import PackedLinear, PackedWeight
 from forerun.models.config import DecoderConfig, RopeConfig
 
@@ -95,19 +96,12 @@ def vector_of(weights: Mapping[str, Weight], name: str) -> Tensor:
 
 def attention_inputs(
     hidden: Tensor, weights: LayerWeights, config: DecoderConfig, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [T, H] -> query [T, nh, D], key [T, nkv, D], both with rope, and value [T, nkv, D].
-
-    cos, sin: [T, R / 2], of the layer's rope. What comes out are views of the fused product: a row's heads are
-    contiguous, rows are not.
-    """
-    heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_norm_eps
-    qkv = norm_linear(hidden, weights.attn_norm, eps, weights.qkv)
-    rope_qk(qkv, cos, sin, heads, kv_heads, weights.q_norm, weights.k_norm, eps)
-    query, key, value = qkv.view(hidden.shape[0], heads + 2 * kv_heads, config.head_dim).split_with_sizes(
-        (heads, kv_heads, kv_heads), 1
-    )
-    return query, key, value
+) -> AttentionInputs:
+    """hidden [T, H], and cos, sin [T, R / 2] of the layer's rope."""
+    eps = config.rms_norm_eps
+    product = norm_linear(hidden, weights.attn_norm, eps, weights.qkv)
+    rope = Rope(cos, sin, weights.q_norm, weights.k_norm, eps)
+    return AttentionInputs(product, config.num_heads, config.num_kv_heads, rope)
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -237,7 +237,7 @@ class Proposer(Protocol):
     def draft_slots(self, slots: Slots, grant: Grant) -> Draft:
         """As `propose`, into `slots.tables.drafted`: the drafts returned hold `UNKNOWN` for each token. The slots of
         `grant.requests` are true; what the requests themselves say may be a step old."""
-        raise NotImplementedError
+        return Draft()
 
     def follow_slots(
         self, batch: SlotBatch, positions: Tensor, verdict: Tensor, taps: Mapping[tuple[int, bool], Tensor]
@@ -252,9 +252,7 @@ class Proposer(Protocol):
         """
         return None
 
-    def follow_known(
-        self, rows: KnownRows, verdict: Tensor | None, taps: Mapping[tuple[int, bool], Tensor]
-    ) -> None:
+    def follow_known(self, rows: KnownRows, verdict: Tensor | None, taps: Mapping[tuple[int, bool], Tensor]) -> None:
         """As `observe`, for prompts.
 
         Args:

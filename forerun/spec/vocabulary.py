@@ -161,6 +161,12 @@ class ReducedVocabulary:
     def to_target(self, token_id: int) -> int:
         return token_id if self._draft_to_target is None else int(self._draft_to_target[token_id])
 
+    def fed(self, token_ids: Tensor) -> Tensor:
+        return token_ids
+
+    def target_ids(self, places: Tensor) -> Tensor:
+        return places if self._draft_to_target is None else self._draft_to_target[places]
+
     def restrict(self, logits: Tensor) -> Tensor:
         return logits
 

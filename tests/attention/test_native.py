@@ -4,14 +4,13 @@ tests are in test_reference.py, which runs on all backends."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from forerun.attention import AttentionSpec, KVShape, QueryTile, StepLayout
+from forerun.attention import AttentionInputs, AttentionSpec, KVShape, QueryTile, StepLayout
 from forerun.attention.native import NativeAttention
 from forerun.kernels import native
 
@@ -53,6 +52,9 @@ class Sizes:
         query, key, value = qkv.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
         return query, key, value
 
+    def inputs(self, qkv: Tensor) -> AttentionInputs:
+        return AttentionInputs(qkv.flatten(1), self.heads, self.kv_heads)
+
     def expected(self, qkv: Tensor) -> Tensor:
         """Causal attention in float64, on keys and values as the cache rounds them."""
         query, key, value = self.parts(qkv)
@@ -77,7 +79,7 @@ def run(
         for first in range(start, stop, tile)
     ]
     attention.begin(StepLayout(slots, tiles))
-    return attention.attend(1, *sizes.parts(qkv[start:stop]))
+    return attention.attend(1, sizes.inputs(qkv[start:stop]))
 
 
 def shuffled(sizes: Sizes, num_keys: int) -> list[int]:
@@ -187,7 +189,7 @@ def test_a_step_of_many_requests_has_the_bits_of_each_alone() -> None:
     for threads in (1, 2, 4):
         with native.use(num_threads=threads):
             together.begin(StepLayout(torch.tensor(slots), tiles))
-            got = together.attend(1, *sizes.parts(torch.stack(rows)))
+            got = together.attend(1, sizes.inputs(torch.stack(rows)))
         assert torch.equal(got, torch.cat(expected))
 
 
@@ -218,7 +220,7 @@ def test_paths_of_a_tree_have_the_bits_of_chains(sizes: Sizes, context: int) -> 
     for isa, threads in itertools.product(ISAS, (1, 4)):
         with native.use(isa=isa, num_threads=threads):
             attention.begin(StepLayout(torch.tensor(slots), tiles))
-            out = attention.attend(1, *sizes.parts(mixed))
+            out = attention.attend(1, sizes.inputs(mixed))
         for b in range(num_branches):
             assert torch.equal(out[b::num_branches], expected[b]), (isa, threads, b)
 
@@ -245,7 +247,7 @@ def test_padding_rows_are_zero() -> None:
     attention = sizes.backend()
     qkv, table = sizes.qkv(8), shuffled(sizes, 1024)
     attention.begin(StepLayout(torch.tensor([table[0] * 16 + p for p in range(3)]), [QueryTile(range(3), 0, table)]))
-    out = attention.attend(0, *sizes.parts(qkv))
+    out = attention.attend(0, sizes.inputs(qkv))
     assert out.shape == (8, sizes.heads, sizes.dim)
     assert not out[3:].any()
     assert torch.equal(out[:3], run(sizes.backend(), sizes, qkv, table, 0, 3))
@@ -293,5 +295,4 @@ def test_no_rows_give_no_rows() -> None:
     sizes = Sizes()
     attention = sizes.backend()
     attention.begin(StepLayout(torch.tensor([], dtype=torch.int64), []))
-    make: Callable[[int], Tensor] = lambda heads: torch.empty(0, heads, sizes.dim)  # noqa: E731
-    assert attention.attend(0, make(6), make(2), make(2)).shape == (0, 6, 16)
+    assert attention.attend(0, sizes.inputs(sizes.qkv(0))).shape == (0, 6, 16)

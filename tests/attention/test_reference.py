@@ -14,6 +14,8 @@ from forerun.attention.native import NativeAttention
 from forerun.attention.reference import KEY_TILE, ReferenceAttention
 from forerun.kernels import native
 
+from .inputs import inputs_of
+
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 
 MakeBackend = Callable[..., AttentionBackend]
@@ -58,7 +60,7 @@ def step(
         for first in range(start, stop, size)
     ]
     attention.begin(StepLayout(slots, tiles))
-    out = [attention.attend(layer, *(t[start:stop] for t in qkv)) for layer in range(2)]
+    out = [attention.attend(layer, inputs_of(*(t[start:stop] for t in qkv))) for layer in range(2)]
     assert not torch.equal(out[0], torch.zeros_like(out[0]))
     return out[1]
 
@@ -151,8 +153,8 @@ def test_path_of_a_tree_has_the_bits_of_a_chain(backend: MakeBackend, window: in
     slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(40, 46)]
     tiles = [QueryTile([b, b + 2, b + 4], 40, table, 40, slots[b::2]) for b in range(2)]
     attention.begin(StepLayout(torch.tensor(slots), tiles))
-    attention.attend(0, *mixed)
-    out = attention.attend(1, *mixed)
+    attention.attend(0, inputs_of(*mixed))
+    out = attention.attend(1, inputs_of(*mixed))
     for b in range(2):
         assert torch.equal(out[b::2], expected[b])
 

@@ -1,6 +1,11 @@
-"""What runs on a GPU. `-rP` shows the flips that were seen."""
+"""What runs on a GPU. `-rP` shows the flips that were seen.
+
+With TRITON_INTERPRET=1 the kernels of `test_attention.py` and `test_kernels.py` run on a CPU, in Triton's interpreter.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -14,6 +19,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("no usable GPU")
     return torch.device("cuda")

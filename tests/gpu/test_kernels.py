@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -58,5 +60,32 @@ def test_rope_qk(
     for part, weight in ((views[:, :heads], norms[0]), (views[:, heads : heads + kv_heads], norms[1])):
         if part.shape[1]:
             fused._rope_heads(part, cos.float(), sin.float(), None if weight is None else weight.float(), 1e-6)
+    stored = qkv.clone()
     triton_ops.rope_qk(qkv, cos, sin, heads, kv_heads, *norms, 1e-6)
     assert_near(qkv, expected.to(dtype))
+    assert_stores(stored, qkv, heads, kv_heads, lambda *place: triton_ops.rope_qk(
+        stored, cos, sin, heads, kv_heads, *norms, 1e-6, place
+    ))  # fmt: skip
+
+
+def test_heads_that_need_no_rope_are_stored(device: torch.device) -> None:
+    product = torch.randn(3, (4 + 2 * 2) * 24, device=device)
+    assert_stores(product, product.clone(), 4, 2, lambda *place: triton_ops.rope_qk(
+        product, *product.new_empty(2, 3, 0), 4, 2, None, None, 0.0, place
+    ))  # fmt: skip
+
+
+def assert_stores(
+    product: torch.Tensor, turned: torch.Tensor, heads: int, kv_heads: int, store: Callable[..., None]
+) -> None:
+    """Queries of the product [3, N] as those of `turned`, keys and values in a cache, the second row's nowhere."""
+    dim = turned.shape[1] // (heads + 2 * kv_heads)
+    cache = turned.new_zeros(5, 2, kv_heads, 4, dim).transpose(2, 3)
+    slots = torch.tensor([9, -1, 16], dtype=torch.int32, device=turned.device)
+    store(cache, slots)
+    parts = turned.view(3, -1, dim)
+    query, pairs = parts[:, :heads], parts[:, heads:].unflatten(1, (2, kv_heads))
+    assert torch.equal(product.view(3, -1, dim)[::2, :heads], query[::2])
+    expected = torch.zeros_like(cache)
+    expected[2, :, 1], expected[4, :, 0] = pairs[0], pairs[2]
+    assert torch.equal(cache, expected)

@@ -178,7 +178,7 @@ def test_positions_may_repeat_and_come_in_any_order(decoder: Decoder) -> None:
 
 def test_no_rows_give_no_rows(decoder: Decoder) -> None:
     nothing = torch.tensor([], dtype=torch.int64)
-    hidden = decoder.forward(nothing, nothing, lambda layer, query, key, value: query).hidden
+    hidden = decoder.forward(nothing, nothing, lambda layer, inputs: inputs.heads()[0]).hidden
     assert decoder.logits(hidden).shape == (0, decoder.config.vocab_size)
 
 

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from forerun.attention import AttentionBackend, AttentionSpec, QueryTile, StepLayout
+from forerun.attention import AttentionBackend, AttentionInputs, AttentionSpec, QueryTile, StepLayout
 from forerun.models.decoder import Decoder, attention_spec
 
 SIZES: dict[str, Any] = {
@@ -322,7 +322,8 @@ class CausalCache:
         self.positions += positions
         return self
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        query, key, value = inputs.heads()
         keys = self.keys.setdefault(layer, [])
         values = self.values.setdefault(layer, [])
         keys += key.clone().unbind(0)
@@ -341,8 +342,9 @@ class CausalCache:
         return torch.einsum("hgn,nhd->hgd", scores.softmax(-1), value).flatten(0, 1)
 
 
-def attend_to_self(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend_to_self(layer: int, inputs: AttentionInputs) -> Tensor:
     """An `Attend` without a past: each row sees itself."""
+    query, key, value = inputs.heads()
     grouped = query.view(len(key), key.shape[1], -1, key.shape[2])
     gate = torch.tanh((grouped * key.unsqueeze(2)).sum(-1, keepdim=True))
     return (gate * value.unsqueeze(2)).flatten(1, 2)

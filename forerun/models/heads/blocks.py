@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.fused import Linear, Mlp, linear_add, rms_norm, rope_qk
+from forerun.attention import AttentionInputs, Rope
+from forerun.kernels.fused import Linear, Mlp, linear_add, rms_norm
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Attend
 from forerun.models.families.base import GGUF_LAYER_NAMES, HF_LAYER_NAMES, Slot
@@ -153,21 +154,17 @@ class Blocks:
             self._run(layer, inputs, hidden, cos, sin, attend)
         block, config = self.blocks[last], self.config
         kv = block.kv(self._inputs(last, inputs, hidden))
-        rope_qk(kv, cos, sin, 0, config.num_kv_heads, block.k_norm, block.k_norm, config.rms_norm_eps)
-        key, value = kv.view(kv.shape[0], 2 * config.num_kv_heads, config.head_dim).chunk(2, dim=1)
-        write(last, key, value)
+        rope = Rope(cos, sin, block.k_norm, block.k_norm, config.rms_norm_eps)
+        write(last, AttentionInputs(kv, 0, config.num_kv_heads, rope))
 
     def _run(self, layer: int, inputs: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         block, config = self.blocks[layer], self.config
-        heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_norm_eps
         inputs = self._inputs(layer, inputs, hidden)
-        qkv = torch.cat((block.query(inputs), block.kv(inputs)), dim=1)
-        rope_qk(qkv, cos, sin, heads, kv_heads, block.q_norm, block.k_norm, eps)
-        query, key, value = qkv.view(qkv.shape[0], heads + 2 * kv_heads, config.head_dim).split_with_sizes(
-            (heads, kv_heads, kv_heads), 1
-        )
-        linear_add(attend(layer, query, key, value).flatten(1), block.output, hidden)
-        block.mlp.add(hidden, block.mlp_norm, eps, hidden)
+        product = torch.cat((block.query(inputs), block.kv(inputs)), dim=1)
+        rope = Rope(cos, sin, block.q_norm, block.k_norm, config.rms_norm_eps)
+        attended = attend(layer, AttentionInputs(product, config.num_heads, config.num_kv_heads, rope))
+        linear_add(attended.flatten(1), block.output, hidden)
+        block.mlp.add(hidden, block.mlp_norm, config.rms_norm_eps, hidden)
 
     def _inputs(self, layer: int, inputs: Tensor, hidden: Tensor) -> Tensor:
         norm = self.blocks[layer].attn_norm

@@ -8,14 +8,15 @@ from typing import Protocol
 
 from torch import Tensor
 
+from forerun.attention import AttentionInputs
 from forerun.kernels.fused import Linear
 from forerun.models.decoder import Attend
 from forerun.models.heads.config import HeadConfig
 
 
 class Write(Protocol):
-    def __call__(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store the rows' keys and values, [T, nkv, D] each, rope applied to key; valid during the call only."""
+    def __call__(self, layer: int, inputs: AttentionInputs) -> None:
+        """Store the rows' keys and values; the inputs have no queries and are valid during the call only."""
         ...
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from forerun.attention import AttentionInputs
 from forerun.kernels import native
 from forerun.models.decoder import Decoder, attention_spec
 from forerun.models.heads import Head, load_head
@@ -222,11 +223,11 @@ def test_fill_of_one_layer_attends_to_nothing(target: Decoder, tmp_path: Path) -
     head = load("eagle3", target, tmp_path)
     written: list[tuple[int, ...]] = []
 
-    def write(layer: int, key: Tensor, value: Tensor) -> None:
-        written.append((layer, *key.shape))
+    def write(layer: int, inputs: AttentionInputs) -> None:
+        written.append((layer, inputs.num_heads, *inputs.heads()[1].shape))
 
     head.fill(torch.tensor([3, 4]), torch.randn(2, HIDDEN), torch.arange(2), attend, write)
-    assert written == [(0, 2, 2, 16)]
+    assert written == [(0, 0, 2, 2, 16)]
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3-fc-norm", "eagle3-2-layers-head-dim"])
@@ -267,9 +268,9 @@ def test_no_rows_give_no_rows(target: Decoder, tmp_path: Path) -> None:
     for name in ("eagle", "eagle3"):
         head = load(name, target, tmp_path)
         hidden = head.combine([torch.empty(0, HIDDEN)] * len(head.config.taps))
-        output = head.forward(nothing, hidden, nothing, lambda layer, query, key, value: query)
+        output = head.forward(nothing, hidden, nothing, lambda layer, inputs: inputs.heads()[0])
         assert head.logits(output.normed).shape == (0, head.config.draft_vocab_size)
-        head.fill(nothing, hidden, nothing, lambda *_: torch.empty(0), lambda layer, key, value: None)
+        head.fill(nothing, hidden, nothing, lambda *_: torch.empty(0), lambda layer, inputs: None)
 
 
 def test_all_forms_of_a_checkpoint_give_the_same_head(target: Decoder, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.attention import AttentionInputs
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 
@@ -198,8 +199,9 @@ class SlotCache:
         self.positions = positions.tolist()
         return self
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.write(layer, key, value)
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        query, key, value = inputs.heads()
+        self._store(layer, key, value)
         stored, window = self.rows[layer], self.windows[layer]
         out = torch.empty_like(query)
         for row, position in enumerate(self.positions):
@@ -211,6 +213,9 @@ class SlotCache:
             out[row] = attended[0, :, 0]
         return out
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, inputs: AttentionInputs) -> None:
+        self._store(layer, *inputs.heads()[1:])
+
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
         for position, k, v in zip(self.positions, key, value, strict=True):
             self.rows[layer][position] = (k.clone(), v.clone())
