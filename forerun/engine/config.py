@@ -56,8 +56,8 @@ class EngineConfig:
         kv_cache_dtype: of keys and values, "float32" or "bfloat16", which halves their memory; "auto": what the model
             computes in, on a CPU bfloat16 unless the weights are plain float32.
         block_size: tokens a block.
-        async_scheduling: launch a step before the one before it is read, where nothing of that has to be known; None: on
-            a GPU.
+        async_scheduling: launch a step before the one in flight is read, where nothing of that has to be known; None:
+            on a GPU.
         enable_prefix_caching: keep full blocks of finished requests for prompts that begin alike.
         num_threads: threads of the CPU's kernels; None: PyTorch's own choice.
         reasoning_parser: the tags that the model puts around its reasoning: a name of `parsers/formats.py`, or a pair

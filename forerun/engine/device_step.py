@@ -1,4 +1,4 @@
-"""A step of which the host learns later: its tokens, positions and verdict stay on the device, and the next one follows.
+"""A step of which the host learns later: tokens, positions and verdict stay on the device, and the next one follows.
 
 What is launched, in the device's order: a draft for every request that may have one, the target's pass over the last
 known and the drafted tokens, draws and judgement, what the proposer keeps of the rows that stand; then the same for the
@@ -106,7 +106,7 @@ class DeviceStep:
         batch = self.slots.batch([s.request for s in scheduled], counts, size, width)
         rows, output = self.target.forward_slots(batch, self.slots.blocks[0], self.taps)
         num_rows = len(counts) * width
-        logits = self.target.model.logits(output.hidden[:num_rows])
+        logits = self.target.model.logits(output.hidden[:num_rows], None)
         drawn = draw_rows(logits, rows.slots[:num_rows], rows.output_positions[:num_rows], self.slots.params)
         before = batch.tables.positions[batch.slots]
         verdict = self._judge(batch, len(counts), drawn.view(-1, width))

@@ -12,7 +12,7 @@ from torch import Tensor
 def upload(
     values: Sequence[int] | Sequence[Sequence[int]] | array[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The values as a tensor on the device. From pinned memory: a copy from any other waits until the device is idle."""
+    """The values as a tensor on the device. From pinned memory: a copy from any other waits for the device."""
     if isinstance(values, array) and len(values):
         tensor = torch.frombuffer(values, dtype=torch.int32 if values.typecode == "i" else torch.int64).to(dtype)
     else:

@@ -232,7 +232,7 @@ class Proposer(Protocol):
         return None
 
     serves_slots: bool = False
-    """Whether it can also draft and follow by tables on the device alone, without a wait of the host: the three below."""
+    """Whether it can also draft and follow by tables on the device, without a wait of the host: the three below."""
 
     def draft_slots(self, slots: Slots, grant: Grant) -> Draft:
         """As `propose`, into `slots.tables.drafted`: the drafts returned hold `UNKNOWN` for each token. The slots of
