@@ -29,6 +29,7 @@ ROOM = 128  # entries of a part that may be collected
 REACH = 27.0  # nats below the likeliest token: noise lifts by 26.1 at most
 PROGRAMS = 1056  # of a launch over parts: eight for each multiprocessor of a large GPU
 DRAW_BLOCK = 2048  # entries of a part where tokens are drawn
+NEAR = 0.001  # nats from the best score in float32, a hundred times its errors: what is as near is looked at in float64
 
 
 @triton.jit
@@ -270,12 +271,13 @@ def _find_floors(
 
 
 @triton.jit
-def _rough_noise(words):
-    """Gumbel noise in float32, within 1e-5: near 1 a uniform number is taken by its distance from 1."""
+def _waits(words):
+    """-log of the uniform numbers of words, float32, within 1e-5 of themselves: near 1 such a number is taken by its
+    distance from 1."""
     near = (words.to(tl.float32) + 0.5) * 2.0**-32
     rest = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
     series = rest * (1.0 + rest * (0.5 + rest * (0.33333334 + rest * 0.25)))
-    return -tl.log(tl.where(rest < 0.015625, series, -tl.log(near)))
+    return tl.where(rest < 0.015625, series, -tl.log(near))
 
 
 @triton.jit
@@ -292,7 +294,7 @@ def _score(value, token, position, choice, seed_low, seed_high):
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "floors"])
 def _best_of_parts(
     logits, slots, positions, params, floors, scores, tokens, stride, fields, parts,
-    WIDTH: tl.constexpr, COUNTERS: tl.constexpr,
+    WIDTH: tl.constexpr, NEAR: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row the best score, and the first token that has it: the row's width where no token can be
     drawn, -1 where there is an entry that is not a number or infinite.
@@ -313,25 +315,25 @@ def _best_of_parts(
     largest = tl.max(values, 0)
     score = largest.to(tl.float64)
     token = tl.min(tl.where((values == largest) & (values > float("-inf")), columns, WIDTH), 0)
-    if (temperature > 0.0) & (token < WIDTH):
+    if (temperature > 0.0) & (token < WIDTH) & (broken == 0):
         seed_low, seed_high = _word(params, slot, fields, 4), _word(params, slot, fields, 5)
         choice = _word(params, slot, fields, 6)
         position = tl.load(positions + number)
         counters = (part * COUNTERS + tl.arange(0, COUNTERS)).to(tl.uint32)
         w0, w1, w2, w3 = _philox(counters, position, choice, 0, seed_low, seed_high)
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-        rough = values + _rough_noise(words)
+        rough = tl.exp(values - largest) / _waits(words)  # the exponential of a score, but for a factor
         best = tl.max(rough, 0)
-        near = best - (0.001 + tl.abs(best) * 1e-6)  # far more than both roundings
+        near = best * (1.0 - NEAR)
         score = tl.full([], float("-inf"), tl.float64)
         token = tl.full([], 0, tl.int32) + WIDTH
-        while (best >= near) & (best > float("-inf")):
+        while best >= near:
             here = tl.min(tl.where(rough == best, columns, WIDTH), 0)
             value = tl.max(tl.where(columns == here, values, float("-inf")), 0)
             own = _score(value, here, position, choice, seed_low, seed_high)
             token = tl.where((own > score) | ((own == score) & (here < token)), here, token)
             score = tl.maximum(own, score)
-            rough = tl.where(columns == here, float("-inf"), rough)
+            rough = tl.where(columns == here, 0.0, rough)
             best = tl.max(rough, 0)
     tl.store(scores + number * parts + part, score)
     tl.store(tokens + number * parts + part, tl.where(broken > 0, -1, token))
@@ -390,7 +392,7 @@ def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) 
     tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
     _best_of_parts[(num_rows, parts)](
         logits, slots, positions, params, floors, scores, tokens, logits.stride(0), params.stride(0), parts,
-        WIDTH=width, COUNTERS=DRAW_BLOCK // 4, num_warps=4,
+        WIDTH=width, NEAR=NEAR, COUNTERS=DRAW_BLOCK // 4, num_warps=4,
     )  # fmt: skip
     _join[(num_rows,)](scores, tokens, drawn, parts, WIDTH=width, BLOCK=triton.next_power_of_2(parts), num_warps=1)
     return drawn

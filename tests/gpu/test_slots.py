@@ -10,6 +10,7 @@ import os
 import pytest
 import torch
 
+from forerun.request import SamplingParams
 from forerun.sampling import slots as plain
 from tests.sampling.slot_cases import PARAMS, broken_logits, make_chains, make_logits, make_slots
 
@@ -92,14 +93,22 @@ def test_no_rows(device: torch.device) -> None:
     assert triton_sampling.draw_rows(torch.empty(0, 30, device=device), none, none, table).shape == (0,)
 
 
-@pytest.mark.parametrize("width", [0, 1, 2, 7, 40, 500])
-def test_rough_noise_is_near(width: int, device: torch.device) -> None:
-    """The winner is known to seven digits where scores are large: equal logits, far from 0, leave all to the noise."""
-    logits = torch.full((17, 600), -30.0 * width, device=device)
-    slots, positions = torch.arange(17, device=device), torch.arange(17, device=device) * 977
-    table = make_slots(width).table(device)
-    drawn = triton_sampling.draw_rows(logits, slots, positions, table)
-    assert drawn.tolist() == plain.plain_draw_rows(logits, slots, positions, table).tolist()
+@pytest.mark.parametrize("near", [triton_sampling.NEAR, 0.9])
+@pytest.mark.parametrize("far", [0.0, -30.0, -3e6])
+def test_float64_decides_among_near_scores(
+    far: float, near: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal logits leave all to the noise, far from 0 too; as many as ten tokens are looked at where `near` is far."""
+    monkeypatch.setattr(triton_sampling, "NEAR", near)
+    rows, vocab = 6, 300
+    logits = torch.full((rows, vocab), far, device=device)
+    slots, positions = torch.arange(rows, device=device), torch.arange(rows, device=device) * 977
+    known = make_slots(1)
+    known.params = [SamplingParams(temperature=temperature) for temperature in (0.0, 0.3, 0.7, 1.0, 1.5, 2.0)]
+    known.seeds, known.choices = known.seeds[:rows], known.choices[:rows]
+    drawn = triton_sampling.draw_rows(logits, slots, positions, known.table(device))
+    assert drawn.tolist() == plain.plain_draw_rows(logits, slots, positions, known.table(device)).tolist()
+    assert len(set(drawn.tolist())) > 3
 
 
 @pytest.mark.parametrize("chance", [False, True])
