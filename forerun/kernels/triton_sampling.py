@@ -29,17 +29,19 @@ ROOM = 128  # entries of a part that may be collected
 REACH = 27.0  # nats below the likeliest token: noise lifts by 26.1 at most
 PROGRAMS = 1056  # of a launch over parts: eight for each multiprocessor of a large GPU
 DRAW_BLOCK = 2048  # entries of a part where tokens are drawn
+
+# No kernel may call an argument `params`: Triton 3.6 then takes a dictionary of its own for it.
 NEAR = 0.001  # nats from the best score in float32, a hundred times its errors: what is as near is looked at in float64
 
 
 @triton.jit
-def _real(params, slot, fields, place: tl.constexpr):
-    return tl.load(params + slot * fields + place).to(tl.float32, bitcast=True)
+def _real(records, slot, fields, place: tl.constexpr):
+    return tl.load(records + slot * fields + place).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _word(params, slot, fields, place: tl.constexpr):
-    return tl.load(params + slot * fields + place).to(tl.uint32, bitcast=True)
+def _word(records, slot, fields, place: tl.constexpr):
+    return tl.load(records + slot * fields + place).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -52,14 +54,14 @@ def _philox(counter, position, choice, last: tl.constexpr, seed_low, seed_high):
 
 
 @triton.jit
-def _asked(params, slot, fields, WIDTH: tl.constexpr):
+def _asked(records, slot, fields, WIDTH: tl.constexpr):
     """Temperature, top_p, min_p and top_k of a slot, whether top_k leaves anything out, and whether any of them may."""
     temperature, top_p, min_p = (
-        _real(params, slot, fields, 0),
-        _real(params, slot, fields, 1),
-        _real(params, slot, fields, 2),
+        _real(records, slot, fields, 0),
+        _real(records, slot, fields, 1),
+        _real(records, slot, fields, 2),
     )
-    top_k = tl.load(params + slot * fields + 3)
+    top_k = tl.load(records + slot * fields + 3)
     by_rank = (top_k > 0) & (top_k < WIDTH)
     return temperature, top_p, min_p, top_k, by_rank, (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0))
 
@@ -130,7 +132,7 @@ def _mass(row, floor, peak, temperature, rate, WIDTH: tl.constexpr, BLOCK: tl.co
 
 @triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=["slots"])
 def _scan_groups(
-    logits, slots, params, maxima, sums, stride, fields, spans,
+    logits, slots, records, maxima, sums, stride, fields, spans,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row the maxima of its groups, and the sum of exp((entry - largest of the part) / temperature).
@@ -139,7 +141,7 @@ def _scan_groups(
     """
     number, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + number).to(tl.int64)
-    temperature, _, _, _, _, filtered = _asked(params, slot, fields, WIDTH)
+    temperature, _, _, _, _, filtered = _asked(records, slot, fields, WIDTH)
     if filtered:
         rate = 1.0 / temperature
         while part < PARTS:
@@ -156,14 +158,14 @@ def _scan_groups(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _find_bounds(
-    slots, params, maxima, sums, bounds, fields,
+    slots, records, maxima, sums, bounds, fields,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, GROUPS: tl.constexpr, REACH: tl.constexpr,
     PROBES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of each row: a logit that no kept and drawable entry is below; the largest logit; the whole mass."""
     number = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + number).to(tl.int64)
-    temperature, top_p, min_p, top_k, by_rank, filtered = _asked(params, slot, fields, WIDTH)
+    temperature, top_p, min_p, top_k, by_rank, filtered = _asked(records, slot, fields, WIDTH)
     if filtered:
         rate = 1.0 / temperature
         own = maxima + number * PARTS * GROUPS
@@ -193,14 +195,14 @@ def _find_bounds(
 
 @triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=["slots"])
 def _collect(
-    logits, slots, params, bounds, counts, found, stride, fields, spans,
+    logits, slots, records, bounds, counts, found, stride, fields, spans,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row the entries that are not below the row's bound, in order, as many as there is room for,
     then minus infinity; and their number."""
     number, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + number).to(tl.int64)
-    _, _, _, _, _, filtered = _asked(params, slot, fields, WIDTH)
+    _, _, _, _, _, filtered = _asked(records, slot, fields, WIDTH)
     if filtered:
         bound = tl.load(bounds + number * 3)
         while part < PARTS:
@@ -243,14 +245,14 @@ def _floor_of(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _find_floors(
-    logits, slots, params, bounds, counts, found, floors, stride, fields,
+    logits, slots, records, bounds, counts, found, floors, stride, fields,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, ROOM: tl.constexpr, REACH: tl.constexpr,
     PROBES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The floor of each row: among the entries that were collected, or where they had no room in the row itself."""
     number = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + number).to(tl.int64)
-    temperature, top_p, min_p, top_k, by_rank, filtered = _asked(params, slot, fields, WIDTH)
+    temperature, top_p, min_p, top_k, by_rank, filtered = _asked(records, slot, fields, WIDTH)
     floor = tl.full([], float("-inf"), tl.float32)
     if filtered:
         peak = tl.load(bounds + number * 3 + 1)
@@ -293,7 +295,7 @@ def _score(value, token, position, choice, seed_low, seed_high):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "floors"])
 def _best_of_parts(
-    logits, slots, positions, params, floors, scores, tokens, stride, fields, parts,
+    logits, slots, positions, records, floors, scores, tokens, stride, fields, parts,
     WIDTH: tl.constexpr, NEAR: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row the best score, and the first token that has it: the row's width where no token can be
@@ -304,7 +306,7 @@ def _best_of_parts(
     BLOCK: tl.constexpr = 4 * COUNTERS
     number, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + number).to(tl.int64)
-    temperature = _real(params, slot, fields, 0)
+    temperature = _real(records, slot, fields, 0)
     floor = tl.load(floors + number)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -316,8 +318,8 @@ def _best_of_parts(
     score = largest.to(tl.float64)
     token = tl.min(tl.where((values == largest) & (values > float("-inf")), columns, WIDTH), 0)
     if (temperature > 0.0) & (token < WIDTH) & (broken == 0):
-        seed_low, seed_high = _word(params, slot, fields, 4), _word(params, slot, fields, 5)
-        choice = _word(params, slot, fields, 6)
+        seed_low, seed_high = _word(records, slot, fields, 4), _word(records, slot, fields, 5)
+        choice = _word(records, slot, fields, 6)
         position = tl.load(positions + number)
         counters = (part * COUNTERS + tl.arange(0, COUNTERS)).to(tl.uint32)
         w0, w1, w2, w3 = _philox(counters, position, choice, 0, seed_low, seed_high)
@@ -351,12 +353,12 @@ def _join(scores, tokens, drawn, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     tl.store(drawn + number, tl.where(whole, token, -1).to(tl.int64))
 
 
-def _launch_floors(logits: Tensor, slots: Tensor, params: Tensor) -> Tensor:
+def _launch_floors(logits: Tensor, slots: Tensor, records: Tensor) -> Tensor:
     """[R] float32, the floor of each row; minus infinity where nothing is left out."""
     num_rows, width = logits.shape
     parts = triton.cdiv(width, PART)
     spans = min(parts, triton.cdiv(PROGRAMS, num_rows))
-    device, stride, fields = logits.device, logits.stride(0), params.stride(0)
+    device, stride, fields = logits.device, logits.stride(0), records.stride(0)
     floors, sums, maxima, bounds, found = (
         torch.empty(num_rows, size, dtype=torch.float32, device=device)
         for size in (1, parts, parts * GROUPS, 3, parts * ROOM)
@@ -368,30 +370,30 @@ def _launch_floors(logits: Tensor, slots: Tensor, params: Tensor) -> Tensor:
         "num_warps": 16,
     }  # fmt: skip
     _scan_groups[(num_rows, spans)](
-        logits, slots, params, maxima, sums, stride, fields, spans, **of_row, PART=PART, GROUPS=GROUPS, num_warps=8
+        logits, slots, records, maxima, sums, stride, fields, spans, **of_row, PART=PART, GROUPS=GROUPS, num_warps=8
     )
-    _find_bounds[(num_rows,)](slots, params, maxima, sums, bounds, fields, **of_row, GROUPS=GROUPS, **of_search)
+    _find_bounds[(num_rows,)](slots, records, maxima, sums, bounds, fields, **of_row, GROUPS=GROUPS, **of_search)
     _collect[(num_rows, spans)](
-        logits, slots, params, bounds, counts, found, stride, fields, spans, **of_row, PART=PART, ROOM=ROOM, num_warps=8
+        logits, slots, records, bounds, counts, found, stride, fields, spans, **of_row, PART=PART, ROOM=ROOM, num_warps=8
     )
     _find_floors[(num_rows,)](
-        logits, slots, params, bounds, counts, found, floors, stride, fields, **of_row, ROOM=ROOM, **of_search
+        logits, slots, records, bounds, counts, found, floors, stride, fields, **of_row, ROOM=ROOM, **of_search
     )
     return floors
 
 
-def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) -> Tensor:
+def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, records: Tensor) -> Tensor:
     """As `slots.draw_rows`: six launches, of which rows without min-p, top-k and top-p leave four at once."""
     num_rows, width = logits.shape
     drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return drawn
-    floors = _launch_floors(logits, slots, params)
+    floors = _launch_floors(logits, slots, records)
     parts = triton.cdiv(width, DRAW_BLOCK)
     scores = torch.empty(num_rows, parts, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
     _best_of_parts[(num_rows, parts)](
-        logits, slots, positions, params, floors, scores, tokens, logits.stride(0), params.stride(0), parts,
+        logits, slots, positions, records, floors, scores, tokens, logits.stride(0), records.stride(0), parts,
         WIDTH=width, NEAR=NEAR, COUNTERS=DRAW_BLOCK // 4, num_warps=4,
     )  # fmt: skip
     _join[(num_rows,)](scores, tokens, drawn, parts, WIDTH=width, BLOCK=triton.next_power_of_2(parts), num_warps=1)
@@ -418,7 +420,7 @@ _SMALL = ["drawn", "drafted", "num_rows", "slots", "positions", "last", "rates",
     do_not_specialize_on_alignment=_SMALL,
 )
 def _judge(
-    drawn, drafted, num_rows, slots, positions, last, params, rates, verdict,
+    drawn, drafted, num_rows, slots, positions, last, records, rates, verdict,
     places, drawn_stride, drafted_stride, last_stride, fields,
     BY_CHANCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -438,9 +440,9 @@ def _judge(
     guess = tl.load(drafted + number * drafted_stride + place, mask=is_draft, other=-1).to(tl.int32)
     stands = is_draft & (own >= 0) & (own == guess)
     if BY_CHANCE:
-        root = position + 1 - tl.load(params + slot * fields + 7)
-        seed_low, seed_high = _word(params, slot, fields, 4), _word(params, slot, fields, 5)
-        number_drawn = _uniform(place, root, _word(params, slot, fields, 6), seed_low, seed_high)
+        root = position + 1 - tl.load(records + slot * fields + 7)
+        seed_low, seed_high = _word(records, slot, fields, 4), _word(records, slot, fields, 5)
+        number_drawn = _uniform(place, root, _word(records, slot, fields, 6), seed_low, seed_high)
         stands = is_draft & (guess >= 0) & (number_drawn < tl.load(rates + place, mask=is_draft, other=0.0))
     accepted = tl.min(tl.where(stands, BLOCK, place), 0)
     end = tl.max(tl.where(place == accepted, own, -1), 0)
@@ -465,7 +467,7 @@ def judge(
     slots: Tensor,
     positions: Tensor,
     last: Tensor,
-    params: Tensor,
+    records: Tensor,
     rates: Tensor | None = None,
 ) -> Tensor:
     """As `slots.judge`: one launch."""
@@ -474,8 +476,8 @@ def judge(
     if num_requests == 0:
         return verdict
     _judge[(num_requests,)](
-        drawn, drafted, num_rows, slots, positions, last, params, params if rates is None else rates, verdict,
-        places, drawn.stride(0), drafted.stride(0), last.stride(0), params.stride(0),
+        drawn, drafted, num_rows, slots, positions, last, records, records if rates is None else rates, verdict,
+        places, drawn.stride(0), drafted.stride(0), last.stride(0), records.stride(0),
         BY_CHANCE=rates is not None, BLOCK=triton.next_power_of_2(places), num_warps=1,
     )  # fmt: skip
     return verdict
