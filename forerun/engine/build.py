@@ -15,7 +15,7 @@ from forerun.attention import GPU_ROW_TILE
 from forerun.attention.slots import BlockTables
 from forerun.engine import gpu
 from forerun.engine.cache import CachePool
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import EngineConfig, SettledConfig
 from forerun.engine.device import find_device
 from forerun.engine.device_step import DeviceStep
 from forerun.engine.engine import Engine
@@ -99,6 +99,7 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_num_threads(config.num_threads)
     custom = load_processors(config.logits_processors)
     device, obstacle = find_device(config.device)
+    config = config.settle(device.type != "cpu")
     check_device(config, device.type != "cpu")
     path = str(resolve_model(config.model))
     defaults = sampling_defaults(config.generation_config, path)
@@ -150,7 +151,7 @@ def build_engine(config: EngineConfig) -> Engine:
     )
 
 
-def _block_tables(config: EngineConfig, caches: Caches, device: torch.device) -> list[BlockTables]:
+def _block_tables(config: SettledConfig, caches: Caches, device: torch.device) -> list[BlockTables]:
     """Of each group, for what a request may ever hold, and room for a pass that the host lays out."""
     longest = caches.max_model_len + 2 * gpu.most_rows_a_request(config)  # drafts may begin at the last position
     num_blocks = -(-longest // config.block_size)
@@ -163,7 +164,7 @@ def _block_tables(config: EngineConfig, caches: Caches, device: torch.device) ->
 
 
 def _device_step(
-    config: EngineConfig, paged: PagedModel, blocks: Sequence[BlockTables], proposer: FirstOf
+    config: SettledConfig, paged: PagedModel, blocks: Sequence[BlockTables], proposer: FirstOf
 ) -> tuple[DeviceStep | None, str]:
     """What launches steps whose verdict the host need not wait for; or None, and why not where a user might ask."""
     spec = config.speculative_config
@@ -213,7 +214,7 @@ def _defaults_note(defaults: Mapping[str, Any]) -> list[str]:
     return [f"Sampling values where a request gives none: {values} (--generation-config vllm: without them)"]
 
 
-def _complete(config: EngineConfig, target: DecoderConfig) -> tuple[EngineConfig, Sequence[str]]:
+def _complete(config: SettledConfig, target: DecoderConfig) -> tuple[SettledConfig, Sequence[str]]:
     """The settings with what the headers of draft heads say, and lines for the log."""
     if config.speculative_config is None:
         return config, ()
@@ -221,7 +222,7 @@ def _complete(config: EngineConfig, target: DecoderConfig) -> tuple[EngineConfig
     return dataclasses.replace(config, speculative_config=speculative_config), notes
 
 
-def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype, constraint: Constraint) -> TargetInfo:
+def _target_info(config: SettledConfig, target: Target, kv_dtype: torch.dtype, constraint: Constraint) -> TargetInfo:
     return TargetInfo(
         name=config.model,
         model=target.model,
@@ -235,7 +236,7 @@ def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype, co
     )
 
 
-def _check_budget(config: EngineConfig, device: torch.device) -> None:
+def _check_budget(config: SettledConfig, device: torch.device) -> None:
     """Fail, before weights load, where more memory is asked for than is free."""
     if device.type == "cpu":
         kv_cache_bytes(config.kv_cache_memory_bytes)
@@ -243,7 +244,7 @@ def _check_budget(config: EngineConfig, device: torch.device) -> None:
         gpu.check_budget(config, device)
 
 
-def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig, device: torch.device) -> Target:
+def _load_target(config: SettledConfig, path: str, model_config: DecoderConfig, device: torch.device) -> Target:
     started = time.perf_counter()
     tokenizer = load_tokenizer(path, config.tokenizer)
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -260,7 +261,7 @@ def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig, d
 
 
 def _info(
-    config: EngineConfig, target: Target, caches: Caches, defaults: dict[str, Any], notes: Sequence[str]
+    config: SettledConfig, target: Target, caches: Caches, defaults: dict[str, Any], notes: Sequence[str]
 ) -> EngineInfo:
     spec = config.speculative_config
     num_blocks = caches.pool.num_target_blocks
@@ -297,7 +298,7 @@ def _info(
     )
 
 
-def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
+def _warnings(config: SettledConfig, model: Decoder) -> list[str]:
     """What works, but not as well as one might expect."""
     warnings = []
     if config.max_num_batched_tokens < config.max_num_seqs:
@@ -322,7 +323,7 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
     return warnings
 
 
-def _size_caches(config: EngineConfig, target: Target, kv_dtype: torch.dtype, proposer: FirstOf, plan: Plan) -> Caches:
+def _size_caches(config: SettledConfig, target: Target, kv_dtype: torch.dtype, proposer: FirstOf, plan: Plan) -> Caches:
     block_bytes = attention_spec(target.config, config.block_size).shape.block_bytes(kv_dtype.itemsize)
     groups = CacheGroups(
         config.block_size, (GroupSpec("target", block_bytes), *proposer.own_groups, *proposer.groups_beside)

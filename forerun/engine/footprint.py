@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from forerun.engine import gpu
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import EngineConfig, SettledConfig
 from forerun.errors import ConfigError
 from forerun.kernels import native
 from forerun.memory.budget import GPU_UTILIZATION, MIB, fit_model_len
@@ -92,7 +92,7 @@ class Served:
     sizes: Sizes
     form: Form
     kv_bytes: float  # of a value in the cache
-    config: EngineConfig
+    config: SettledConfig
     counted: Counted
 
     @property
@@ -144,6 +144,7 @@ def footprint(config: EngineConfig, machine: Machine, counted: Counted = NOTHING
         ConfigError: as `build_engine`, as far as configs and headers tell.
     """
     on_gpu = machine.device == "GPU"
+    config = config.settle(on_gpu)
     check_device(config, on_gpu)
     path = resolve_model(config.model, weights=counted.weights)
     form = weights_form(config, path, on_gpu)

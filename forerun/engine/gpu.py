@@ -9,7 +9,7 @@ import torch
 
 from forerun.attention import GPU_ROW_TILE, Segment
 from forerun.attention.slots import BlockTables
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import SettledConfig
 from forerun.kernels import cuda
 from forerun.memory.budget import GIB, GpuMemory, gpu_allowance, gpu_cache_bytes
 from forerun.memory.passes import GRAPH_BYTES, graph_shapes
@@ -31,7 +31,7 @@ def model_dtype(wanted: str, path: str) -> torch.dtype:
     return torch.float16 if stored == "float16" else torch.bfloat16
 
 
-def check_budget(config: EngineConfig, device: torch.device) -> None:
+def check_budget(config: SettledConfig, device: torch.device) -> None:
     """Fail, before weights load, where more memory is asked for than is free.
 
     Raises:
@@ -44,7 +44,7 @@ def check_budget(config: EngineConfig, device: torch.device) -> None:
         gpu_allowance(GpuMemory(total, free), config.gpu_memory_utilization)
 
 
-def cache_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
+def cache_bytes(config: SettledConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
     """What is left for caches once weights are loaded.
 
     Raises:
@@ -57,7 +57,7 @@ def cache_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, tap
 
 
 @torch.inference_mode()
-def _pass_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
+def _pass_bytes(config: SettledConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
     """Memory that the largest pass takes: all rows of a step, logits where requests end."""
     spec = attention_spec(model.config, config.block_size)
     blocks = list(range(-(-SEGMENT_ROWS // config.block_size)))
@@ -75,34 +75,36 @@ def _pass_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, tap
     return peak
 
 
-def logit_rows(config: EngineConfig) -> int:
+def logit_rows(config: SettledConfig) -> int:
     """Most rows of a pass that get logits."""
     return min(config.max_num_batched_tokens, config.max_num_seqs * _rows_a_request(config)[-1])
 
 
-def shapes_to_record(config: EngineConfig, model: DecoderConfig) -> list[tuple[int, int]]:
+def shapes_to_record(config: SettledConfig, model: DecoderConfig) -> list[tuple[int, int]]:
     """Of the passes that graphs are recorded for, where there is Triton."""
     if any(model.has_experts(layer) for layer in range(model.num_layers)):
         return []  # which experts run is decided on the host
     return graph_shapes(config.max_num_seqs, _rows_a_request(config), GPU_ROW_TILE)
 
 
-def _rows_a_request(config: EngineConfig) -> tuple[int, ...]:
+def _rows_a_request(config: SettledConfig) -> tuple[int, ...]:
     """Rows that a request usually has in a step: one, and with drafts one more than their tokens."""
     spec = config.speculative_config
     return (1, 1 + spec.num_speculative_tokens) if spec else (1,)
 
 
-def _num_graphs(config: EngineConfig, model: Decoder) -> int:
+def _num_graphs(config: SettledConfig, model: Decoder) -> int:
     return len(shapes_to_record(config, model.config)) if cuda.available() else 0
 
 
-def most_rows_a_request(config: EngineConfig) -> int:
+def most_rows_a_request(config: SettledConfig) -> int:
     """In a step that decodes."""
     return max(_rows_a_request(config))
 
 
-def record(paged: PagedModel, config: EngineConfig, blocks: BlockTables, taps: Sequence[Tap]) -> tuple[PagedModel, str]:
+def record(
+    paged: PagedModel, config: SettledConfig, blocks: BlockTables, taps: Sequence[Tap]
+) -> tuple[PagedModel, str]:
     """The model with graphs for its usual passes, and the line that says what they took; "" where it can have none."""
     model = paged.model
     if not isinstance(model, Decoder) or not _num_graphs(config, model):
