@@ -49,15 +49,15 @@ def _attend(
     span = tl.cdiv(tl.cdiv(num_keys - first_seen, splits), BLOCK_N) * BLOCK_N
     start = first_seen + split * span
     stop = tl.minimum(start + span, num_keys)
+    m = tl.arange(0, BLOCK_M)
+    row = m // GROUP  # of the tile
+    used = row < num_rows
+    token = tl.load(ints + rows_at + row, mask=used, other=0).to(tl.int64)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     if num_rows == 0 or start >= stop:
         return
 
-    m = tl.arange(0, BLOCK_M)
-    row = m // GROUP  # of the tile
-    used = row < num_rows
-    token = tl.load(ints + rows_at + row, mask=used, other=0).to(tl.int64)
     heads = kv_head * GROUP + m % GROUP
     position = first_position + row
     dims = tl.arange(0, BLOCK_D)
