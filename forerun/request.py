@@ -413,10 +413,13 @@ class RequestCache:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence inside the engine. Only `Scheduler` changes it, and only in `schedule`, `reserve` and `commit`.
+    """One sequence inside the engine. Only `Scheduler` changes it, and only in its calls of a step.
 
     `token_ids` holds the prompt and what was generated; `num_computed_tokens` of them have their KV in the target's
     cache. A step closes the gap. Tokens on trial (drafts) are never in `token_ids`: they live in the step's plan.
+
+    While a step is in flight (launched, and not read yet), `num_in_flight` tokens may come of it, or fewer: what is
+    planned meanwhile is planned for the most.
     """
 
     request_id: str
@@ -434,6 +437,8 @@ class Request:
     arrival: int = 0  # order of arrival: the last to come is the first to be preempted
     arrival_time: float = field(default_factory=time.monotonic)
 
+    slot: int = -1  # of the device's tables, while it runs
+    num_in_flight: int = 0  # tokens that steps in flight may bring, at most
     caches: list[RequestCache] = field(default_factory=lambda: [RequestCache()])  # one a group, the target's first
     num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache at the first admission
     num_preemptions: int = 0
@@ -460,8 +465,13 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        """The prompt is computed: one known token is left to compute, and a draft may follow it."""
-        return self.num_computed_tokens == self.num_tokens - 1
+        """The prompt is computed: one token, known or in flight, is left to compute, and a draft may follow it."""
+        return self.num_in_flight > 0 or self.num_computed_tokens == self.num_tokens - 1
+
+    @property
+    def most_tokens(self) -> int:
+        """Known tokens, with all that are in flight."""
+        return len(self.token_ids) + self.num_in_flight
 
     def may_draft_with(self, method: str) -> bool:
         return self.draft_methods is None or method in self.draft_methods
@@ -476,4 +486,5 @@ class Request:
 
     @property
     def remaining_tokens(self) -> int:
-        return self.max_tokens - self.num_output_tokens
+        """Tokens that may still come, at least, beside those in flight."""
+        return self.max_tokens - self.num_output_tokens - self.num_in_flight

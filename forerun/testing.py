@@ -34,7 +34,7 @@ class ScriptedTarget:
         pairs = zip(token_ids.tolist(), positions.tolist(), strict=True)
         return DecoderOutput(torch.tensor([[float(self.next_token(t, p))] for t, p in pairs]))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, dtype: torch.dtype | None = torch.float32) -> Tensor:
         logits = torch.zeros(hidden.shape[0], self.vocab_size)
         return logits.scatter_(1, hidden.long(), PEAK)
 

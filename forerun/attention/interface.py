@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from forerun.kernels.fused import rope_qk
+
+if TYPE_CHECKING:
+    from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
 
 GPU_ROW_TILE = 16  # most rows of a QueryTile on a GPU
 
@@ -129,6 +132,11 @@ class AttentionBackend(Protocol):
 
     def begin(self, layout: StepLayout) -> None:
         """The layout of the step whose layers are attended next."""
+        ...
+
+    def begin_slots(self, batch: SlotBatch, blocks: BlockTables) -> SlotRows:
+        """The same for rows that the tables on the device place: the rows that a model is to be given, whose layers are
+        attended next."""
         ...
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:

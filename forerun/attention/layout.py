@@ -59,22 +59,24 @@ def lay_out(segments: Iterable[Segment], *, block_size: int, row_tile: int) -> S
     return StepLayout(torch.tensor(slots, dtype=torch.int64), tiles)
 
 
-def flatten_tiles(tiles: Sequence[QueryTile], kind: str) -> tuple[array[int], array[int]]:
+def flatten_tiles(tiles: Sequence[QueryTile], kind: str, first: int = 0) -> tuple[array[int], array[int]]:
     """Tiles for a kernel: all the ints that they hold, and for each tile a record of TILE_FIELDS that says where they
     are: rows at, number of rows, first position, block table at, path slots at, path start, number of path slots.
 
-    kind: of the arrays, "q" for 64 bits and "i" for 32.
+    Args:
+        kind: of the arrays, "q" for 64 bits and "i" for 32.
+        first: where the first of the ints will be.
     """
     ints, records = array(kind), array(kind)
     table: Sequence[int] | None = None
     table_at = 0
     for tile in tiles:
         if tile.block_table is not table:
-            table, table_at = tile.block_table, len(ints)
+            table, table_at = tile.block_table, first + len(ints)
             ints.extend(table)
-        rows_at = len(ints)
+        rows_at = first + len(ints)
         ints.extend(tile.rows)
-        path_at = len(ints)
+        path_at = first + len(ints)
         ints.extend(tile.path_slots)
         num_path = len(tile.path_slots)
         records.extend((rows_at, len(tile.rows), tile.first_position, table_at, path_at, tile.path_start, num_path))

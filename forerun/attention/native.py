@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun.attention.interface import AttentionInputs, AttentionSpec, QueryTile, StepLayout
 from forerun.attention.layout import flatten_tiles
+from forerun.attention.slots import BlockTables, SlotBatch, SlotRows, host_layout, place_rows
 from forerun.kernels.native import extension
 
 
@@ -73,6 +74,12 @@ class NativeAttention:
             len(layout.tiles),
             self._ints.buffer_info()[0],
         )
+
+    def begin_slots(self, batch: SlotBatch, blocks: BlockTables) -> SlotRows:
+        size, tile = self.shape.block_size, self.row_tile
+        layout, rows = host_layout(batch, place_rows(batch), blocks, block_size=size, row_tile=tile)
+        self.begin(layout)
+        return rows
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         query, key, value = inputs.heads()

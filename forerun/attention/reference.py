@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.attention.interface import AttentionInputs, AttentionSpec, QueryTile, StepLayout
+from forerun.attention.slots import BlockTables, SlotBatch, SlotRows, host_layout, place_rows
 from forerun.kernels.reference import ROW_TILE, soft_cap
 
 KEY_TILE = 256
@@ -58,6 +59,12 @@ class ReferenceAttention:
             (torch.tensor(table, device=self.cache.device), list(tiles))
             for table, tiles in itertools.groupby(layout.tiles, key=lambda tile: tile.block_table)
         ]
+
+    def begin_slots(self, batch: SlotBatch, blocks: BlockTables) -> SlotRows:
+        size, tile = self.shape.block_size, self.row_tile
+        layout, rows = host_layout(batch, place_rows(batch), blocks, block_size=size, row_tile=tile)
+        self.begin(layout)
+        return rows
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         query, key, value = inputs.heads()

@@ -19,7 +19,10 @@ from torch import Tensor
 from forerun.attention.interface import GPU_ROW_TILE, AttentionInputs, AttentionSpec, Rope, StepLayout
 from forerun.attention.layout import TILE_FIELDS, flatten_tiles
 from forerun.attention.reference import ReferenceAttention
+from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
+from forerun.attention.triton_slots import SlotLayout, lay_out_slots
 from forerun.kernels.triton_ops import launch_options, rope_qk
+from forerun.kernels.uploads import upload
 
 PROGRAMS_A_PROCESSOR = 4  # wanted of a launch, as far as keys can be split
 SPLIT_WIDTHS = (1, 4, 16)  # a kernel for each: for so many parts at most
@@ -182,36 +185,37 @@ class TritonAttention(ReferenceAttention):
         self._num_done = torch.zeros(self._programs, dtype=torch.int32, device=pool.device)
 
     def begin(self, layout: StepLayout) -> None:
-        packed = pack_layout(layout, len(layout.slots), len(layout.tiles))
-        numbers = torch.frombuffer(packed, dtype=torch.int32).to(self.cache.device)
-        rows = max((len(tile.rows) for tile in layout.tiles), default=0)
-        num_keys = max((tile.num_keys for tile in layout.tiles), default=0)
+        num_rows, num_tiles = len(layout.slots), len(layout.tiles)
+        numbers = upload(pack_layout(layout), torch.int32, self.cache.device)
+        tiles_at, ints_at = num_rows, num_rows + num_tiles * TILE_FIELDS
         self.use(
             self.tables(
-                numbers,
-                len(layout.slots),
-                len(layout.tiles),
-                rows,
-                num_keys,
+                numbers[:tiles_at],
+                numbers[tiles_at:ints_at].view(num_tiles, TILE_FIELDS),
+                numbers[ints_at:],
+                max((len(tile.rows) for tile in layout.tiles), default=0),
+                max((tile.num_keys for tile in layout.tiles), default=0),
                 paths=any(tile.path_slots for tile in layout.tiles),
             )
         )
 
-    def tables(
-        self, numbers: Tensor, num_rows: int, num_tiles: int, rows: int, num_keys: int, *, paths: bool
-    ) -> Tables:
-        """What `pack_layout` made, on the device. num_keys: the most that a tile may have."""
-        tiles_at, ints_at = num_rows, num_rows + num_tiles * TILE_FIELDS
-        wanted = self._programs // max(1, num_tiles * self.shape.num_kv_heads)
-        splits = min(SPLIT_WIDTHS[-1], wanted, num_keys // LEAST_KEYS)
-        return Tables(
-            numbers[:tiles_at],
-            numbers[tiles_at:ints_at].view(num_tiles, TILE_FIELDS),
-            numbers[ints_at:],
-            rows,
-            max(1, splits),
-            paths,
-        )
+    def begin_slots(self, batch: SlotBatch, blocks: BlockTables, into: SlotLayout | None = None) -> SlotRows:
+        """into: where to write the layout; None: to new memory."""
+        if into is None:
+            into = SlotLayout.new(batch.num_rows, batch.num_slots, self.cache.device)
+        lay_out_slots(batch, blocks, self.shape.block_size, into)
+        self.use(self.slot_tables(into, blocks, batch.width))
+        return into.rows
+
+    def slot_tables(self, layout: SlotLayout, blocks: BlockTables, width: int, *, paths: bool = False) -> Tables:
+        """Of tiles whose ints are the blocks'."""
+        num_keys = blocks.num_blocks * self.shape.block_size
+        return self.tables(layout.places, layout.tiles, blocks.ints, width, num_keys, paths=paths)
+
+    def tables(self, slots: Tensor, tiles: Tensor, ints: Tensor, rows: int, num_keys: int, *, paths: bool) -> Tables:
+        """num_keys: the most that a tile may have."""
+        wanted = self._programs // max(1, tiles.shape[0] * self.shape.num_kv_heads)
+        return Tables(slots, tiles, ints, rows, max(1, min(SPLIT_WIDTHS[-1], wanted, num_keys // LEAST_KEYS)), paths)
 
     def use(self, tables: Tables) -> None:
         """The tables of the step whose layers are attended next, as `begin` makes them."""
@@ -260,13 +264,11 @@ class TritonAttention(ReferenceAttention):
         )  # fmt: skip
 
 
-def pack_layout(layout: StepLayout, num_rows: int, num_tiles: int) -> array[int]:
-    """A layout as int32 numbers: slots, tiles, and what these point to; padded to so many rows and tiles."""
+def pack_layout(layout: StepLayout) -> array[int]:
+    """A layout as int32 numbers: slots, tiles, and what these point to."""
     ints, records = flatten_tiles(layout.tiles, "i")
     packed = array("i", layout.slots.tolist())
-    packed.extend([-1] * (num_rows - len(packed)))
     packed.extend(records)
-    packed.extend([0] * (num_tiles * TILE_FIELDS - len(records)))
     packed.extend(ints)
     return packed
 

@@ -11,17 +11,21 @@ from typing import Any
 
 import torch
 
+from forerun.attention import GPU_ROW_TILE
+from forerun.attention.slots import BlockTables
 from forerun.engine import gpu
 from forerun.engine.cache import CachePool
 from forerun.engine.config import EngineConfig
 from forerun.engine.device import find_device
+from forerun.engine.device_step import DeviceStep
 from forerun.engine.engine import Engine
 from forerun.engine.footprint import check_device, check_fit, check_room, this_machine, weights_form
 from forerun.engine.messages import EngineInfo
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Scheduler
+from forerun.engine.slots import Slots
 from forerun.errors import ConfigError
-from forerun.kernels import check_row_exactness, native
+from forerun.kernels import check_row_exactness, cuda, native
 from forerun.kernels.fused import PlainLinear
 from forerun.memory.budget import kv_cache_bytes, start_up_lines
 from forerun.memory.groups import CacheGroups, GroupSpec
@@ -47,6 +51,7 @@ from forerun.spec.proposer import Constraint, TargetInfo
 from forerun.spec.proposers.first import FirstOf
 from forerun.spec.registry import make_proposer, make_verifier
 from forerun.spec.rules import LOSSLESS
+from forerun.spec.verifiers.synthetic import SyntheticVerifier
 from forerun.structured.processor import StructuredProcessor
 
 
@@ -113,9 +118,13 @@ def build_engine(config: EngineConfig) -> Engine:
     alone = len(caches.pool.groups) == 1
     paged = PagedModel.over(target.model, memory, kv_dtype, config.block_size, alone=alone)
     notes = [*_defaults_note(defaults), *head_notes, *proposer.notes]
+    blocks = _block_tables(config, caches, device)
     if device.type != "cpu":
-        paged, line = gpu.record(paged, config, caches.max_model_len, proposer.hidden_taps)
+        paged, line = gpu.record(paged, config, blocks[0], proposer.hidden_taps)
         notes = [line, *notes] if line else notes
+    device_step, why_not = _device_step(config, paged, blocks, proposer)
+    if why_not:
+        notes.append(f"Each step waits for the one before: {why_not}")
     if obstacle is not None:
         notes.append(f"WARNING: {obstacle}")
     return Engine(
@@ -137,7 +146,45 @@ def build_engine(config: EngineConfig) -> Engine:
         tokenizer=target.tokenizer,
         eos_token_ids=target.eos_token_ids,
         info=_info(config, target, caches, defaults, notes),
+        device_step=device_step,
     )
+
+
+def _block_tables(config: EngineConfig, caches: Caches, device: torch.device) -> list[BlockTables]:
+    """Of each group, for what a request may ever hold, and room for a pass that the host lays out."""
+    longest = caches.max_model_len + 2 * gpu.most_rows_a_request(config)  # drafts may begin at the last position
+    num_blocks = -(-longest // config.block_size)
+    most_rows = config.max_num_seqs * GPU_ROW_TILE
+    spare = config.max_num_seqs * (num_blocks + 3 * GPU_ROW_TILE) if device.type != "cpu" else 0
+    return [
+        BlockTables.new(config.max_num_seqs, num_blocks, device, most_rows=most_rows, spare=spare)
+        for _ in caches.pool.groups
+    ]
+
+
+def _device_step(
+    config: EngineConfig, paged: PagedModel, blocks: Sequence[BlockTables], proposer: FirstOf
+) -> tuple[DeviceStep | None, str]:
+    """What launches steps whose verdict the host need not wait for; or None, and why not where a user might ask."""
+    spec = config.speculative_config
+    rule = spec.rejection_sample_method if spec else "match"
+    wanted = config.async_scheduling
+    if wanted is None:
+        wanted = cuda.serves(blocks[0].ints)
+    if not wanted:
+        return None, ""
+    if rule not in ("match", "synthetic"):
+        return None, f"rejection_sample_method={rule!r} is judged by the host"
+    if not proposer.serves_slots:
+        return None, f"{proposer.name} drafts on the host, from tokens that it has seen"
+    num_drafted = spec.num_speculative_tokens if spec else 0
+    slots = Slots(blocks, config.block_size, num_drafted)
+    rates = None
+    if spec is not None and rule == "synthetic":
+        conditional = SyntheticVerifier.from_config(spec).conditional
+        rates = torch.tensor(conditional, dtype=torch.float64, device=blocks[0].ints.device)
+    drafts = proposer if proposer.members else None
+    return DeviceStep(paged, slots, rule, proposer.hidden_taps, drafts, rates), ""
 
 
 def _processors(

@@ -56,6 +56,8 @@ class EngineConfig:
         kv_cache_dtype: of keys and values, "float32" or "bfloat16", which halves their memory; "auto": what the model
             computes in, on a CPU bfloat16 unless the weights are plain float32.
         block_size: tokens a block.
+        async_scheduling: launch a step before the one in flight is read, where nothing of that has to be known; None:
+            on a GPU.
         enable_prefix_caching: keep full blocks of finished requests for prompts that begin alike.
         num_threads: threads of the CPU's kernels; None: PyTorch's own choice.
         reasoning_parser: the tags that the model puts around its reasoning: a name of `parsers/formats.py`, or a pair
@@ -83,6 +85,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     kv_cache_dtype: str = "auto"
     block_size: int = 16
+    async_scheduling: bool | None = None
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     reasoning_parser: str | None = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from forerun.engine.config import EngineConfig
+from forerun.engine.device_step import DeviceStep, Verdicts
 from forerun.engine.messages import EngineInfo, EngineStats, NewRequest, RequestOutput, StepOutput
 from forerun.engine.outputs import OutputProcessor
-from forerun.engine.plan import Plan
+from forerun.engine.plan import ForwardResult, Plan
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Scheduler
 from forerun.errors import RequestError
@@ -17,7 +19,7 @@ from forerun.request import Request
 from forerun.sampling.logprobs import add_logprobs
 from forerun.sampling.processors import LogitsProcessor, LogitsProcessors
 from forerun.spec.control import Control
-from forerun.spec.proposer import DraftInputs, Proposer
+from forerun.spec.proposer import Draft, DraftInputs, Grant, Proposer
 from forerun.spec.rules import LOSSLESS
 from forerun.spec.stats import SpecCounters, Stopwatch
 from forerun.spec.verifier import Verdict, Verifier
@@ -41,6 +43,15 @@ class StepClock:
         stats.forward_time_s, stats.verify_time_s = self.forward.total_s, self.verify.total_s
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched. result: what the host looks at; None where all is judged on the device."""
+
+    plan: Plan
+    verdict: Verdict | Verdicts
+    result: ForwardResult | None = None
+
+
 class Engine:
     """Serves requests on one device, step by step. Not thread-safe: one thread calls it.
 
@@ -59,6 +70,7 @@ class Engine:
         info: EngineInfo,
         processors: Sequence[LogitsProcessor] = (),
         eos_token_ids: Iterable[int] = (),
+        device_step: DeviceStep | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -73,6 +85,9 @@ class Engine:
         self._spec = SpecCounters()
         self._totals = EngineStats()
         self._clock = StepClock()
+        self.device_step = device_step  # None: every step is read before the next
+        self._flight: Flight | None = None
+        self._on_host: set[str] = set()  # requests of which the host has to see each step
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Engine:
@@ -82,35 +97,81 @@ class Engine:
         return build_engine(config)
 
     def step(self) -> StepOutput:
-        """One pass of the target: every request in it advances by at least one token or one prompt chunk."""
+        """One pass of the target: every request in it advances by at least one token or one prompt chunk.
+
+        Where nothing of a step has to be known before the next is launched, the device is given that one first: what
+        this call returns is then of the step before.
+        """
         with self._clock.step:
-            lengths = self.control.lengths(self.scheduler.running)
-            grant = self.scheduler.reserve(lengths)
-            with self._clock.draft:
-                draft = self.proposer.propose(DraftInputs(grant.requests), grant)
-            plan = self.scheduler.schedule(draft)
-            if self._info.num_spec_tokens:
-                self._spec.note_missing(plan, lengths, grant, draft)
-            with self._clock.forward:
-                result = self.runner.forward(plan)
-            self.outputs.note_prompts(plan, result.prompt_logprobs)
-            with self._clock.verify:
-                logits = self.processors.apply(plan, result.logits)
-                verdict = self.verifier.verify(plan.draft, logits, plan.sampling)
-                self.processors.explain(plan, logits, verdict)
-            self.outputs.judge(plan, verdict)
+            ahead = self._runs_ahead()
+            outputs = [] if ahead else self._land()
+            launched = self._launch(ahead)
+            outputs += self._land()
+            self._flight = launched
+            outputs += [] if ahead else self._land()
+        return StepOutput(outputs, self.stats())
+
+    def _launch(self, ahead: bool) -> Flight | None:
+        """Guess, plan, run the target once; None where there is nothing to compute."""
+        lengths = self.control.lengths(self.scheduler.running)
+        grant = self.scheduler.reserve(lengths)
+        with self._clock.draft:
+            draft = self._propose(grant, ahead)
+        plan = self.scheduler.schedule(draft)
+        if self._info.num_spec_tokens:
+            self._spec.note_missing(plan, lengths, grant, draft)
+        flight = self._run(plan, ahead) if plan.scheduled else None
+        self.scheduler.advance(plan)
+        return flight
+
+    def _propose(self, grant: Grant, ahead: bool) -> Draft:
+        if ahead and self.device_step is not None:
+            return self.device_step.propose(grant)
+        return self.proposer.propose(DraftInputs(grant.requests), grant)
+
+    def _run(self, plan: Plan, ahead: bool) -> Flight:
+        if self.device_step is not None:
+            if ahead:
+                with self._clock.forward:
+                    return Flight(plan, self.device_step.run(plan))
+            self.device_step.slots.leave(plan)
+        with self._clock.forward:
+            result = self.runner.forward(plan)
+        self.outputs.note_prompts(plan, result.prompt_logprobs)
+        with self._clock.verify:
+            logits = self.processors.apply(plan, result.logits)
+            verdict = self.verifier.verify(plan.draft, logits, plan.sampling)
+            self.processors.explain(plan, logits, verdict)
+        return Flight(plan, verdict, result)
+
+    def _land(self) -> list[RequestOutput]:
+        """Keep what stands of the step in flight, and publish it."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        with self._clock.verify:
+            verdict = flight.verdict.read()
+        plan = flight.plan.still_running()
+        self.outputs.judge(plan, verdict)
+        if (result := flight.result) is not None:
             add_logprobs(verdict, result.logits, plan.sampling)
             self.processors.accept(plan, verdict)
             self.runner.keep(plan, verdict)
             with self._clock.draft:
                 self.proposer.observe(plan, verdict, result.hidden)
-            self.scheduler.commit(plan, verdict)
-            outputs = self.outputs.collect(plan, verdict)
+        self.scheduler.commit(plan, verdict)
+        outputs = self.outputs.collect(plan, verdict)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         self._count(plan, verdict, outputs)
-        return StepOutput(outputs, self.stats())
+        return outputs
+
+    def _runs_ahead(self) -> bool:
+        """Whether the next step can be launched before the one in flight is read."""
+        if self.device_step is None or self._on_host:
+            return False
+        return self._flight is None or self.scheduler.can_run_ahead()
 
     def add_request(self, new: NewRequest) -> None:
         """Queue a request. Raises RequestError, naming the field, for one that can never be served."""
@@ -120,6 +181,8 @@ class Engine:
         self.processors.start(request)
         self.outputs.start(request)
         self.scheduler.add(request)
+        if self.device_step is not None and not self.device_step.serves(request, self.processors.changes(request)):
+            self._on_host.add(request.request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Stop requests and free their blocks at once; unknown ids are ignored."""
@@ -128,7 +191,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._flight is not None
 
     def info(self) -> EngineInfo:
         return self._info
@@ -159,6 +222,7 @@ class Engine:
         """A request ended: what is kept for it outside of the scheduler goes."""
         self.processors.forget(request_id)
         self.outputs.forget(request_id)
+        self._on_host.discard(request_id)
 
     def _count(self, plan: Plan, verdict: Verdict, outputs: list[RequestOutput]) -> None:
         self._spec.observe(plan, verdict)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from forerun.attention import GPU_ROW_TILE, Segment
+from forerun.attention.slots import BlockTables
 from forerun.engine.config import EngineConfig
 from forerun.kernels import cuda
 from forerun.memory.budget import GIB, GpuMemory, gpu_allowance, gpu_cache_bytes
@@ -96,7 +97,12 @@ def _num_graphs(config: EngineConfig, model: Decoder) -> int:
     return len(shapes_to_record(config, model.config)) if cuda.available() else 0
 
 
-def record(paged: PagedModel, config: EngineConfig, max_model_len: int, taps: Sequence[Tap]) -> tuple[PagedModel, str]:
+def most_rows_a_request(config: EngineConfig) -> int:
+    """In a step that decodes."""
+    return max(_rows_a_request(config))
+
+
+def record(paged: PagedModel, config: EngineConfig, blocks: BlockTables, taps: Sequence[Tap]) -> tuple[PagedModel, str]:
     """The model with graphs for its usual passes, and the line that says what they took; "" where it can have none."""
     model = paged.model
     if not isinstance(model, Decoder) or not _num_graphs(config, model):
@@ -108,7 +114,7 @@ def record(paged: PagedModel, config: EngineConfig, max_model_len: int, taps: Se
     graphed = GraphedModel(model, paged.attention, paged.block_size)
     spec = config.speculative_config
     trees = spec is not None and any(method.spec_tree is not None for method in spec.methods)
-    graphed.record(shapes_to_record(config, model.config), max_model_len, taps, trees=trees)
+    graphed.record(shapes_to_record(config, model.config), blocks, taps, trees=trees)
     seconds, gib = graphed.record_time_s, graphed.record_bytes / GIB
     return graphed, f"Graph capturing finished in {seconds:.0f} secs, took {gib:.2f} GiB"
 

@@ -21,7 +21,7 @@ class ScheduledRequest:
     """A request's part of a step.
 
     Attributes:
-        start: position of the first token computed (the request's `num_computed_tokens`).
+        start: position of the first token computed; of a request with tokens in flight the most that it may be.
         num_tokens: known tokens computed; drafted ones come on top.
         draft: drafted tokens computed after them.
         samples: the last known token is among them, so that its row and the drafts' rows get logits.
@@ -38,6 +38,11 @@ class ScheduledRequest:
         return self.num_tokens + len(self.draft)
 
     @property
+    def most_emitted(self) -> int:
+        """Tokens that may come of it."""
+        return 1 + len(self.draft) if self.samples else 0
+
+    @property
     def prompt_targets(self) -> list[int]:
         """The prompt's tokens whose log-probabilities are asked for; this part's rows, from the first on, give them."""
         if not self.request.wants_prompt_logprobs:
@@ -52,6 +57,11 @@ class Plan:
     change once the plan is made: what follows from it is worked out once."""
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
+
+    def still_running(self) -> Plan:
+        """Without the requests that have ended since it was made."""
+        running = [s for s in self.scheduled if s.request.slot >= 0]
+        return self if len(running) == len(self.scheduled) else Plan(running)
 
     @cached_property
     def num_rows(self) -> int:

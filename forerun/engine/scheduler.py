@@ -3,6 +3,9 @@
 There is no prefill phase and no decode phase. A request has known tokens and computed tokens, and a step closes the
 gap; drafted tokens are known tokens on trial. When blocks run out, proposers' caches are taken back first; then the
 request that arrived last gives its own blocks back and starts again from its known tokens (preemption by recompute).
+
+A step may be planned while the one before it is in flight (`advance`d, not `commit`ted): for as many tokens as may come
+of that. Nobody is preempted then.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ class Scheduler:
         self.prefix_cache_hits = 0
         self._grant = Grant()  # this step's
         self._preempted = False  # in this step: nobody new is admitted
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._hashes: dict[str, list[BlockHash]] = {}  # of the full blocks of each request's known tokens
 
     # -- requests come and go
@@ -107,7 +111,12 @@ class Scheduler:
         """Requests whose prompt is computed: each has one known token left to compute and may draft."""
         return [r for r in self.running if r.decoding]
 
-    # -- the three calls of a step
+    # -- the calls of a step
+
+    def can_run_ahead(self) -> bool:
+        """Whether the next step can be planned before the one in flight is committed: nobody is to be preempted."""
+        missing = sum(self._blocks_missing(request, request.most_tokens) for request in self._ready())
+        return missing <= self.target.num_available
 
     def reserve(self, lengths: Mapping[str, int]) -> Grant:
         """Blocks for one token of every decoding request, preempting where they run out, and how far each may draft.
@@ -121,10 +130,12 @@ class Scheduler:
                 prompt of one that is not there yet.
         """
         self._preempted = False
-        for request in self.decoding:
-            if self._blocks_missing(request, request.num_tokens) and request in self.running:  # not preempted meanwhile
-                self._make_room(request, request.num_tokens)
-        decoding = self.decoding
+        for request in self._ready():
+            if (
+                self._blocks_missing(request, request.most_tokens) and request in self.running
+            ):  # not preempted meanwhile
+                self._make_room(request, request.most_tokens)
+        decoding = self._ready()
         budget = self._draft_budget(len(decoding))
         grant = Grant()
         for request in decoding:
@@ -147,16 +158,14 @@ class Scheduler:
         """Which tokens this step computes: decoding requests first, then prompts under way, then new ones."""
         plan = Plan()
         budget = self.max_num_batched_tokens
-        decoding = self.decoding
+        decoding = [r for r in self._ready() if not self._blocks_missing(r, r.most_tokens)]
         if draft.filled:
             for request in self.running:
                 for place, cache in enumerate(request.caches):
                     cache.num_tokens = draft.filled.get((place, request.request_id), cache.num_tokens)
-        prefilling = [r for r in self.running if r.num_computed_tokens < r.num_tokens - 1]
+        prefilling = [r for r in self.running if not r.decoding]
         for request, request_draft in self._fit_drafts(decoding[:budget], draft):
-            plan.scheduled.append(
-                ScheduledRequest(request, request.num_computed_tokens, 1, request_draft, samples=True)
-            )
+            plan.scheduled.append(ScheduledRequest(request, request.most_tokens - 1, 1, request_draft, samples=True))
             budget -= 1 + len(request_draft)
         for request in prefilling:
             if budget and request in self.running:
@@ -170,11 +179,18 @@ class Scheduler:
             plan.scheduled = [s for s in plan.scheduled if s.request in self.running]
         return plan
 
+    def advance(self, plan: Plan) -> None:
+        """The plan is launched: the known tokens in it count as computed, and what may come of it as in flight."""
+        for scheduled in plan.scheduled:
+            scheduled.request.caches[0].num_tokens += scheduled.num_tokens
+            scheduled.request.num_in_flight += scheduled.most_emitted
+
     def commit(self, plan: Plan, verdict: Verdict) -> None:
-        """Take over what stands: the one place where requests change. Finished requests give their blocks back."""
+        """Take over what stands of a plan: the one place where requests change. Finished requests give their blocks
+        back."""
         for scheduled in plan.scheduled:
             request = scheduled.request
-            request.caches[0].num_tokens = scheduled.start + scheduled.num_tokens
+            request.num_in_flight -= scheduled.most_emitted
             if scheduled.samples:
                 self._accept(request, scheduled.draft, verdict.by_request[request.request_id])
             if request.finish_reason is not FinishReason.ERROR:  # what failed is not worth finding again
@@ -193,26 +209,42 @@ class Scheduler:
         for request in self.running:
             assert request.num_computed_tokens <= request.num_tokens
             assert request.finish_reason is None
+            assert request.slot >= 0
             for group, cache in enumerate(request.caches):
                 assert cache.num_published * self.block_size <= cache.num_tokens <= len(cache.blocks) * self.block_size
                 for block in cache.blocks:
                     held[group][block] = held[group].get(block, 0) + 1
         assert held == [group._references for group in self.pool.groups]
+        slots = [request.slot for request in self.running]
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
         for request in self.waiting:
             assert all(cache == RequestCache() for cache in request.caches)
+            assert request.slot < 0
+            assert request.num_in_flight == 0
         ids = [r.request_id for r in (*self.running, *self.waiting)]
         assert sorted(ids) == sorted(self._hashes)
         assert len(set(ids)) == len(ids)
 
     # -- details
 
+    def _ready(self) -> list[Request]:
+        """Decoding requests that have a token to compute, whatever comes of what is in flight."""
+        return [r for r in self.running if r.decoding and r.remaining_tokens > 0]
+
+    @property
+    def _in_flight(self) -> bool:
+        return any(request.num_in_flight for request in self.running)
+
     def _accept(self, request: Request, draft: RequestDraft, verdict: RequestVerdict) -> None:
         request.last_token_time = time.monotonic()
         request.first_token_time = request.first_token_time or request.last_token_time
+        num_known = request.num_tokens
         request.token_ids.extend(verdict.token_ids)
         request.caches[0].num_tokens += len(verdict.accepted)
         for group, cache in zip(self.pool.groups[1:], request.caches[1:], strict=True):
-            if group.spec.name == draft.source and cache.blocks:  # not taken back meanwhile
+            if cache.num_tokens > num_known:  # all that was in flight was counted
+                cache.num_tokens -= 1 + len(draft) - len(verdict.token_ids)
+            elif group.spec.name == draft.source and cache.blocks:  # not taken back meanwhile
                 cache.num_tokens += min(draft.num_cached, len(verdict.accepted))
         request.spec.observe(verdict.num_drafted, len(verdict.accepted), len(verdict.loose))
         request.finish_reason = verdict.finish_reason
@@ -226,7 +258,7 @@ class Scheduler:
 
     def _room(self, request: Request) -> int:
         """Drafted tokens that fit into the blocks the request already holds."""
-        return len(request.caches[0].blocks) * self.block_size - request.num_tokens
+        return len(request.caches[0].blocks) * self.block_size - request.most_tokens
 
     def _fit_drafts(self, decoding: list[Request], draft: Draft) -> list[tuple[Request, RequestDraft]]:
         """Cut drafts to what was granted, to even shares of the rows left, and to the blocks that there are."""
@@ -240,22 +272,23 @@ class Scheduler:
         return [(r, d.cut(self._look_ahead(r, n))) for r, d, n in zip(decoding, drafts, shares, strict=True)]
 
     def _look_ahead(self, request: Request, wanted: int) -> int:
-        if missing := self._blocks_missing(request, request.num_tokens + wanted):
+        if missing := self._blocks_missing(request, request.most_tokens + wanted):
             blocks = self.target.allocate(min(missing, self.target.num_available))
             request.caches[0].blocks.extend(blocks or [])
         return min(wanted, self._room(request))
 
     def _trim(self, request: Request) -> None:
         """Give back the blocks that only a rejected draft needed."""
+        in_flight = request.most_tokens - 1 if request.num_in_flight else 0
         for group, cache in zip(self.pool.groups, request.caches, strict=True):
-            needed = -(-cache.num_tokens // self.block_size)
+            needed = -(-max(cache.num_tokens, in_flight) // self.block_size)
             if needed < len(cache.blocks):
                 group.free(cache.blocks[needed:])
                 del cache.blocks[needed:]
 
     def _reserve_for_proposers(self, request: Request, length: int) -> None:
         """Blocks for the request's known tokens and its draft in each proposer's group, all of them or none."""
-        known = request.num_tokens if request.decoding else request.num_computed_tokens
+        known = request.most_tokens if request.decoding else request.num_computed_tokens
         for place, group in enumerate(self.pool.groups[1:], 1):
             if not request.may_draft_with(group.spec.method):
                 continue
@@ -273,7 +306,7 @@ class Scheduler:
         """Slots that a proposer writes beside the target's while it drafts, where the target can spare them."""
         if not self.scratch_tokens:
             return True
-        missing = self._blocks_missing(request, request.num_tokens + max(length, self.scratch_tokens))
+        missing = self._blocks_missing(request, request.most_tokens + max(length, self.scratch_tokens))
         if missing and not self._can_spare(self.target, missing):
             return False
         request.caches[0].blocks.extend(self.target.allocate(missing) or [])
@@ -301,9 +334,12 @@ class Scheduler:
         return max(0, -(-num_tokens // self.block_size) - len(request.caches[0].blocks))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for the first `num_tokens` tokens of a running request; False if it had to be preempted itself."""
+        """Blocks for the first `num_tokens` tokens of a running request; False if there are none for it now: it was
+        preempted itself, or nobody may be."""
         missing = self._blocks_missing(request, num_tokens)
         while (blocks := self.target.allocate(missing)) is None:
+            if self._in_flight:
+                return False
             if self._take_back():
                 continue
             victim = self.running[-1]
@@ -333,10 +369,11 @@ class Scheduler:
             _empty(self.target, cache)
             return False
         while self._blocks_missing(request, request.num_tokens + 1) > self.target.num_available:
-            if not self._take_back():
+            if self._in_flight or not self._take_back():
                 _empty(self.target, cache)
                 return False
         self.waiting.popleft()
+        request.slot = self._free_slots.pop()
         cache.num_published = len(cache.blocks)
         cache.num_tokens = len(cache.blocks) * self.block_size
         if request.num_preemptions == 0:
@@ -405,6 +442,9 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         for group, cache in zip(self.pool.groups, request.caches, strict=True):
             _empty(group, cache)
+        if request.slot >= 0:
+            self._free_slots.append(request.slot)
+        request.slot, request.num_in_flight = -1, 0
         self.on_release(request.request_id)
 
     def _preempt(self, request: Request) -> None:

@@ -7,10 +7,12 @@ from types import ModuleType
 from torch import Tensor
 
 _ops: ModuleType | None
+_sampling: ModuleType | None
 try:
     from forerun.kernels import triton_ops as _ops
+    from forerun.kernels import triton_sampling as _sampling
 except ImportError:
-    _ops = None
+    _ops = _sampling = None
 
 
 def available() -> bool:
@@ -22,6 +24,12 @@ def ops() -> ModuleType:
     """`triton_ops`, the kernels' callers."""
     assert _ops is not None, "ask available() first"
     return _ops
+
+
+def sampling_ops() -> ModuleType:
+    """`triton_sampling`, the callers of those that draw and judge."""
+    assert _sampling is not None, "ask available() first"
+    return _sampling
 
 
 def serves(x: Tensor) -> bool:

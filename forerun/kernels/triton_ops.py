@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-EARLY = True
+EARLY = False
 """Whether kernels are launched while their predecessor ends (programmatic dependent launch, from compute capability 9.0
 on): each loads what lies there since the pass began, then waits (`gdc_wait`) before it touches anything else."""
 

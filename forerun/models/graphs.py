@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forerun.attention import Segment, StepLayout, lay_out
-from forerun.attention.triton import Tables, TritonAttention, pack_layout
+from forerun.attention import Segment, lay_out
+from forerun.attention.layout import TILE_FIELDS, flatten_tiles
+from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
+from forerun.attention.triton import TritonAttention
+from forerun.attention.triton_slots import SlotLayout, lay_out_slots
+from forerun.kernels.uploads import upload
 from forerun.models.decoder import DecoderOutput, Tap
 from forerun.models.paged import Model, PagedModel
 
@@ -26,6 +30,7 @@ class Recorded:
     rows: int
     graph: torch.cuda.CUDAGraph
     output: DecoderOutput
+    layout: SlotLayout
 
     @property
     def num_rows(self) -> int:
@@ -49,26 +54,23 @@ class GraphedModel(PagedModel):
 
     @torch.inference_mode()
     def record(
-        self, shapes: Sequence[tuple[int, int]], max_model_len: int, taps: Sequence[Tap], *, trees: bool = False
+        self, shapes: Sequence[tuple[int, int]], blocks: BlockTables, taps: Sequence[Tap], *, trees: bool = False
     ) -> None:
         """Record a graph for each shape.
 
         Args:
             shapes: `memory.passes.graph_shapes`; at least one.
-            max_model_len: longest request, tokens.
+            blocks: tables for `forward_slots`; in the room after them goes what the host places.
             taps: what every pass must return.
             trees: whether drafts may be trees.
         """
         started, free_before = time.perf_counter(), torch.cuda.mem_get_info()[0]
         self._taps = tuple(taps)
-        self._max_keys = max_model_len
+        self._blocks = blocks
         self._paths = trees
         most_rows, most_tiles = max(n * r for n, r in shapes), max(n for n, _ in shapes)
-        ints = -(-max_model_len // self.block_size) + 3 * max(r for _, r in shapes)  # of a request: blocks, rows, slots
-        capacity = len(pack_layout(EMPTY, most_rows, most_tiles)) + most_tiles * ints
-        device = self.model.device
-        self._numbers = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._inputs = torch.zeros(2, most_rows, dtype=torch.int64, device=device)  # token ids and positions
+        assert blocks.first >= most_rows, "the tables of blocks must begin after as many rows as a pass has"
+        self._layout = SlotLayout.new(most_rows, most_tiles, self.model.device)
         pool = torch.cuda.graph_pool_handle()
         for num_tiles, num_rows in sorted(shapes, key=lambda shape: -shape[0] * shape[1]):
             self._graphs.append(self._record(num_tiles, num_rows, pool))
@@ -78,55 +80,67 @@ class GraphedModel(PagedModel):
         self.record_bytes = free_before - torch.cuda.mem_get_info()[0]
 
     def _record(self, num_tiles: int, rows: int, pool: Any) -> Recorded:
-        self._fill(self._numbers, pack_layout(EMPTY, num_tiles * rows, num_tiles))
-        tables = self._tables(num_tiles, rows)
-        self._pass(num_tiles * rows, tables)  # compiles kernels, and lets libraries take their memory
+        layout = self._layout.first(num_tiles * rows, num_tiles)
+        self._pass(layout, rows)  # of padding alone: compiles kernels, and lets libraries take their memory
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            output = self._pass(num_tiles * rows, tables)
-        return Recorded(num_tiles, rows, graph, output)
+            output = self._pass(layout, rows)
+        return Recorded(num_tiles, rows, graph, output, layout)
 
-    def _tables(self, num_tiles: int, rows: int) -> Tables:
-        return self._paged_attention.tables(
-            self._numbers, num_tiles * rows, num_tiles, rows, self._max_keys, paths=self._paths
-        )
+    def _pass(self, layout: SlotLayout, rows: int) -> DecoderOutput:
+        self._paged_attention.use(self._paged_attention.slot_tables(layout, self._blocks, rows, paths=self._paths))
+        return self.model.forward(layout.token_ids, layout.positions, self.attention.attend, self._taps)
 
-    def _pass(self, num_rows: int, tables: Tables) -> DecoderOutput:
-        self._paged_attention.use(tables)
-        token_ids, positions = self._inputs[:, :num_rows]
-        return self.model.forward(token_ids, positions, self.attention.attend, self._taps)
+    def slot_shape(self, num_slots: int, width: int) -> tuple[int, int]:
+        recorded = self._fitting(num_slots, width)
+        return (num_slots, width) if recorded is None else (recorded.num_tiles, recorded.rows)
+
+    @torch.inference_mode()
+    def forward_slots(
+        self,
+        batch: SlotBatch,
+        blocks: BlockTables,
+        taps: Sequence[Tap] = (),
+        fed: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[SlotRows, DecoderOutput]:
+        recorded = self._fitting(batch.num_slots, batch.width)
+        shape = (batch.num_slots, batch.width)
+        if recorded is None or (recorded.num_tiles, recorded.rows) != shape or tuple(taps) != self._taps or fed:
+            return super().forward_slots(batch, blocks, taps, fed)
+        assert blocks is self._blocks
+        lay_out_slots(batch, blocks, self.block_size, recorded.layout)
+        recorded.graph.replay()
+        return recorded.layout.rows, recorded.output
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], taps: Sequence[Tap] = ()) -> DecoderOutput:
         layout = lay_out(segments, block_size=self.block_size, row_tile=self.attention.row_tile)
-        recorded = self._fitting(layout) if tuple(taps) == self._taps else None
-        if recorded is None:
+        num_rows = max((len(tile.rows) for tile in layout.tiles), default=0)
+        recorded = self._fitting(len(layout.tiles), num_rows) if tuple(taps) == self._taps else None
+        if recorded is None or (not self._paths and any(tile.path_slots for tile in layout.tiles)):
             return super().forward(segments, taps)
-        packed = pack_layout(layout, recorded.num_rows, recorded.num_tiles)
-        if len(packed) > self._numbers.shape[0]:
+        spare = self._blocks.spare
+        ints, records = flatten_tiles(layout.tiles, "i", spare)
+        if spare + len(ints) > self._blocks.ints.shape[0]:
             return super().forward(segments, taps)
-        self._fill(self._numbers, packed)
-        inputs = torch.tensor(
-            [
-                [token for segment in segments for token in segment.token_ids],
-                [position for segment in segments for position in segment.positions],
-            ]
-        )
-        self._inputs[:, : inputs.shape[1]].copy_(inputs, non_blocking=True)
+        places = array("i", layout.slots.tolist())
+        places.extend([-1] * (recorded.num_rows - len(places)))
+        records.extend([0] * (recorded.num_tiles * TILE_FIELDS - len(records)))
+        token_ids = array("q", (token for segment in segments for token in segment.token_ids))
+        positions = array("q", (position for segment in segments for position in segment.positions))
+        static, device = recorded.layout, self.model.device
+        for numbers, memory in (
+            (places, static.places),
+            (records, static.tiles.view(-1)),
+            (ints, self._blocks.ints[spare:]),
+            (token_ids, static.token_ids),
+            (positions, static.positions),
+        ):
+            memory[: len(numbers)].copy_(upload(numbers, memory.dtype, device))
         recorded.graph.replay()
         return recorded.output
 
-    def _fitting(self, layout: StepLayout) -> Recorded | None:
-        """The smallest graph that has room for the layout."""
-        if not self._paths and any(tile.path_slots for tile in layout.tiles):
-            return None
-        num_tiles, rows = len(layout.tiles), max((len(tile.rows) for tile in layout.tiles), default=0)
+    def _fitting(self, num_tiles: int, rows: int) -> Recorded | None:
+        """The smallest graph that has room for so many tiles of so many rows."""
         fitting = (r for r in self._graphs if r.num_tiles >= num_tiles and r.rows >= rows)
         return min(fitting, key=lambda recorded: recorded.num_rows, default=None)
-
-    @staticmethod
-    def _fill(numbers: Tensor, packed: array[int]) -> None:
-        numbers[: len(packed)].copy_(torch.frombuffer(packed, dtype=torch.int32), non_blocking=True)
-
-
-EMPTY = StepLayout(torch.empty(0, dtype=torch.int64), ())

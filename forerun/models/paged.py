@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch import Tensor
 from forerun.attention import AttentionBackend, Segment, lay_out
 from forerun.attention.native import NativeAttention
 from forerun.attention.reference import ReferenceAttention
+from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
 from forerun.kernels import cuda, native
+from forerun.kernels.uploads import upload
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Attend, Decoder, DecoderOutput, Tap, attention_spec
 
@@ -33,7 +36,7 @@ class Model(Protocol):
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[Tap] = ()
     ) -> DecoderOutput: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor, dtype: torch.dtype | None = torch.float32) -> Tensor: ...
 
 
 def new_memory(num_bytes: int, device: torch.device) -> Tensor:
@@ -91,11 +94,38 @@ class PagedModel:
         padding = [0] * (-len(token_ids) % self.model.row_multiple)
         self.attention.begin(lay_out(segments, block_size=self.block_size, row_tile=self.attention.row_tile))
         return self.model.forward(
-            torch.tensor(token_ids + padding, dtype=torch.int64, device=self.model.device),
-            torch.tensor(positions + padding, dtype=torch.int64, device=self.model.device),
+            upload(token_ids + padding, torch.int64, self.model.device),
+            upload(positions + padding, torch.int64, self.model.device),
             self.attention.attend,
             taps,
         )
+
+    def slot_shape(self, num_slots: int, width: int) -> tuple[int, int]:
+        """(slots, width) of the batch that `forward_slots` computes so many of best, padded."""
+        return num_slots, width
+
+    @torch.inference_mode()
+    def forward_slots(
+        self,
+        batch: SlotBatch,
+        blocks: BlockTables,
+        taps: Sequence[Tap] = (),
+        fed: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[SlotRows, DecoderOutput]:
+        """One pass over rows that the tables on the device place: what they are, and what came out, a row each of the
+        batch, padding included; valid until the next pass.
+
+        fed: what the model is given for token ids; None: themselves.
+        """
+        rows = self.attention.begin_slots(batch, blocks)
+        if fed is not None:
+            rows = dataclasses.replace(rows, token_ids=fed(rows.token_ids))
+        token_ids, positions = rows.pick(rows.token_ids), rows.pick(rows.positions)
+        if padding := -len(token_ids) % self.model.row_multiple:
+            token_ids, positions = (torch.nn.functional.pad(t, (0, padding)) for t in (token_ids, positions))
+        output = self.model.forward(token_ids, positions, self.attention.attend, taps)
+        spread = {tap: rows.spread(state) for tap, state in output.taps.items()}
+        return rows, DecoderOutput(rows.spread(output.hidden), spread)
 
     @torch.inference_mode()
     def logits(self, output: DecoderOutput, rows: Sequence[int]) -> Tensor:
@@ -103,5 +133,5 @@ class PagedModel:
         hidden = output.hidden
         if rows and rows[-1] - rows[0] + 1 == len(rows):  # neighbours: nothing to copy
             return self.model.logits(hidden[rows[0] : rows[-1] + 1])
-        wanted = torch.tensor(rows, dtype=torch.int64, device=hidden.device)
+        wanted = upload(rows, torch.int64, hidden.device)
         return self.model.logits(hidden.index_select(0, wanted))  # plain indexing wakes torch's threads

@@ -43,21 +43,21 @@ class Stream(enum.IntEnum):
         return int(self) | place << 8
 
 
-def philox(counter: tuple[Tensor, int, int, int], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit words for every element of the first counter word.
+def philox(
+    counter: tuple[Tensor, int | Tensor, int | Tensor, int | Tensor], key: tuple[int | Tensor, int | Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four 32-bit words for every element of the counter.
 
     Args:
-        counter: four 32-bit words; the first is an int64 tensor [N].
-        key: two 32-bit words.
+        counter: four 32-bit words; the first is an int64 tensor, and the others are such or numbers.
+        key: two 32-bit words, likewise; all tensors broadcast with one another.
     Returns:
-        Four int64 tensors [N] with values in [0, 2^32).
+        Four int64 tensors of the shape of all together, with values in [0, 2^32).
     """
-    first, *rest = counter
-    c1, c2, c3 = (torch.full_like(first, word) for word in rest)
-    return _rounds(first, c1, c2, c3, key)
+    return _rounds(*counter, key)
 
 
-def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
     """The generator itself: on int64 tensors, on uint64 arrays or on plain numbers, and on a mixture of these."""
     k0, k1 = key
     for _ in range(ROUNDS):

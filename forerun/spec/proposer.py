@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from forerun.attention import Segment
+    from forerun.attention.slots import SlotBatch
     from forerun.engine.plan import Hidden, Plan
+    from forerun.engine.slots import Slots
     from forerun.memory.groups import GroupSpec
     from forerun.models.config import DecoderConfig
     from forerun.models.decoder import Decoder
@@ -169,6 +172,23 @@ class TargetInfo:
         return self.model.config
 
 
+UNKNOWN = -1  # stands for a drafted token that only the device has seen
+
+
+@dataclass(slots=True, frozen=True)
+class KnownRows:
+    """Rows of prompts in a pass, one request after the other.
+
+    Attributes:
+        segments: the tokens of each request that were computed.
+        samples: whether a request's next token was drawn; the next one is part of its prompt otherwise.
+    """
+
+    requests: Sequence[Request]
+    segments: Sequence[Segment]
+    samples: Sequence[bool]
+
+
 @dataclass(slots=True)
 class DraftInputs:
     """What a proposer may look at. Read only; valid until the step's `commit`.
@@ -209,6 +229,36 @@ class Proposer(Protocol):
 
     def observe(self, plan: Plan, verdict: Verdict, hidden: Hidden | None) -> None:
         """Called once a step after verification and before anything is published, with the rows that stand."""
+        return None
+
+    serves_slots: bool = False
+    """Whether it can also draft and follow by tables on the device, without a wait of the host: the three below."""
+
+    def draft_slots(self, slots: Slots, grant: Grant) -> Draft:
+        """As `propose`, into `slots.tables.drafted`: the drafts returned hold `UNKNOWN` for each token. The slots of
+        `grant.requests` are true; what the requests themselves say may be a step old."""
+        return Draft()
+
+    def follow_slots(
+        self, batch: SlotBatch, positions: Tensor, verdict: Tensor, taps: Mapping[tuple[int, bool], Tensor]
+    ) -> None:
+        """As `observe`, for rows whose requests drafted, or might have.
+
+        Args:
+            batch: the rows of the target's pass.
+            positions: [B] int32, of each slot's first row. `batch.tables` are a step further.
+            verdict: [n, 2 + W] int32, see `sampling.slots.judge`, of the first n slots; the others are padding.
+            taps: [B * W, H] for each of `hidden_taps`.
+        """
+        return None
+
+    def follow_known(self, rows: KnownRows, verdict: Tensor | None, taps: Mapping[tuple[int, bool], Tensor]) -> None:
+        """As `observe`, for prompts.
+
+        Args:
+            verdict: [n, 3] int32, of the n requests that sampled; None: none did.
+            taps: [T, H] for each of `hidden_taps`.
+        """
         return None
 
     def forget(self, request_id: str) -> None:

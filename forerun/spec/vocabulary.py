@@ -26,6 +26,14 @@ class Vocabulary(Protocol):
         """The target id of a place in what `restrict` returns."""
         ...
 
+    def fed(self, token_ids: Tensor) -> Tensor:
+        """As `to_draft`: [N] int64, on any device."""
+        ...
+
+    def target_ids(self, places: Tensor) -> Tensor:
+        """As `to_target`: [N] int64, on any device."""
+        ...
+
     def restrict(self, logits: Tensor) -> Tensor:
         """logits [R, Vd] -> [R, n] in which only what may be drafted is above minus infinity."""
         ...
@@ -54,6 +62,12 @@ class SameVocabulary:
 
     def to_target(self, token_id: int) -> int:
         return token_id
+
+    def fed(self, token_ids: Tensor) -> Tensor:
+        return torch.where(token_ids < self._draft_size, token_ids, 0)
+
+    def target_ids(self, places: Tensor) -> Tensor:
+        return places
 
     def restrict(self, logits: Tensor) -> Tensor:
         """logits [R, V] of the draft model -> [R, size]: only what may be drafted."""
@@ -102,6 +116,8 @@ class SharedTokens:
         self._to_draft = [fallback] * target_size
         for draft_id, target_id in shared.items():
             self._to_draft[target_id] = draft_id
+        self._draft_table = torch.tensor(self._to_draft)
+        self._target_table = torch.tensor([shared.get(draft_id, 0) for draft_id in range(draft_size)])
         self._forbidden = torch.ones(draft_size, dtype=torch.bool)
         self._forbidden[list(shared)] = False
 
@@ -110,6 +126,14 @@ class SharedTokens:
 
     def to_target(self, token_id: int) -> int:
         return self._to_target[token_id]
+
+    def fed(self, token_ids: Tensor) -> Tensor:
+        self._draft_table = self._draft_table.to(token_ids.device)
+        return self._draft_table[token_ids]
+
+    def target_ids(self, places: Tensor) -> Tensor:
+        self._target_table = self._target_table.to(places.device)
+        return self._target_table[places]
 
     def restrict(self, logits: Tensor) -> Tensor:
         self._forbidden = self._forbidden.to(logits.device)  # once: a model stays where it is
@@ -136,6 +160,12 @@ class ReducedVocabulary:
 
     def to_target(self, token_id: int) -> int:
         return token_id if self._draft_to_target is None else int(self._draft_to_target[token_id])
+
+    def fed(self, token_ids: Tensor) -> Tensor:
+        return token_ids
+
+    def target_ids(self, places: Tensor) -> Tensor:
+        return places if self._draft_to_target is None else self._draft_to_target[places]
 
     def restrict(self, logits: Tensor) -> Tensor:
         return logits

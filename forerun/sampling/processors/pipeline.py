@@ -36,6 +36,10 @@ class LogitsProcessors:
         if asked:
             self._asked[request.request_id] = asked
 
+    def changes(self, request: Request) -> bool:
+        """Whether a request that was started asks for any."""
+        return request.request_id in self._asked
+
     @torch.inference_mode()
     def apply(self, plan: Plan, logits: Tensor) -> Tensor:
         """The logits [R, V] that tokens are drawn from. They are changed in place, unless a request that asks for a

@@ -7,6 +7,7 @@ covers all requests of a step, each with its own length.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,12 @@ from torch import Tensor
 from forerun.attention import Segment
 from forerun.models.decoder import Decoder
 from forerun.models.paged import PagedModel
-from forerun.spec.proposer import Draft, DraftInputs, Grant, Proposer
+from forerun.spec.proposer import UNKNOWN, Draft, DraftInputs, Grant, Proposer, RequestDraft
 from forerun.spec.proposers.drafting import Chooser, Job
 
 if TYPE_CHECKING:
+    from forerun.attention.slots import BlockTables, SlotBatch
+    from forerun.engine.slots import Slots
     from forerun.memory.groups import GroupSpec
     from forerun.request import Request
 
@@ -98,13 +101,77 @@ class DraftModelProposer(Proposer):
         draft.by_request = {job.request.request_id: job.result(self.name) for job in jobs}
         return draft
 
+    # -- by tables on the device
+
+    @property
+    def serves_slots(self) -> bool:  # type: ignore[override]
+        return self._chooser.is_plain and self._mask_token_id is None
+
+    @torch.inference_mode()
+    def draft_slots(self, slots: Slots, grant: Grant) -> Draft:
+        """Each draft begins with the two last tokens of its request: all others are in the cache, since a draft feeds
+        itself all of its tokens but the last, and the target adds one. What else is missing the host knows."""
+        draft = Draft()
+        lengths = self._catch_up(grant, draft)
+        if not lengths:
+            return draft
+        requests = [request for request in grant.requests if request.request_id in lengths]
+        for request in requests:
+            draft.filled[self._place, request.request_id] = request.most_tokens
+            length = lengths[request.request_id]
+            tokens = [UNKNOWN] * length
+            draft.by_request[request.request_id] = RequestDraft(tokens, self.name, num_cached=length - 1)
+        batch = slots.batch(requests, [lengths[r.request_id] for r in requests], len(requests), 1)
+        self._draft_chain(batch, slots.blocks[self._place], max(lengths.values()))
+        return draft
+
+    def _catch_up(self, grant: Grant, draft: Draft) -> dict[str, int]:
+        """Compute what the host knows and the cache lacks, but for the last tokens; how far each request may draft."""
+        lengths: dict[str, int] = {}
+        segments: list[Segment] = []
+        budget = self._max_rows
+        for request, end, length in self._work(grant):
+            cache = request.caches[self._place]
+            if request.most_tokens < 2:
+                continue  # a draft begins with two tokens
+            known = min(end, request.num_tokens - 1) if length else end
+            lacks = known - cache.num_tokens
+            if length and lacks <= (0 if request.num_in_flight else 1):
+                lengths[request.request_id] = length
+                continue
+            stop = min(known, cache.num_tokens + budget)
+            if stop > cache.num_tokens:
+                budget -= stop - cache.num_tokens
+                token_ids = self._chooser.vocabulary.to_draft(request.token_ids[cache.num_tokens : stop])
+                segments.append(Segment(token_ids, cache.num_tokens, cache.blocks))
+                draft.filled[self._place, request.request_id] = stop
+            if length and stop == known:
+                lengths[request.request_id] = length
+        if segments:
+            self._paged.forward(segments)
+        return lengths
+
+    def _draft_chain(self, batch: SlotBatch, blocks: BlockTables, length: int) -> None:
+        """batch.rows: how far each slot drafts: it has no blocks for more."""
+        vocabulary, tables = self._chooser.vocabulary, batch.tables
+        for place in range(length):
+            going = (batch.rows > place).long()
+            if place == 0:
+                step = dataclasses.replace(batch, rows=2 * going, width=2, first=-1, shift=-1)
+            else:
+                step = dataclasses.replace(batch, rows=going, first=place, shift=place)
+            _, output = self._paged.forward_slots(step, blocks, fed=vocabulary.fed)
+            ends = output.hidden.view(batch.num_slots, step.width, -1)[:, -1]
+            tables.drafted[batch.slots, place] = self._chooser.best(self._paged.model.logits(ends)).int()
+
     def _work(self, grant: Grant) -> Iterator[tuple[Request, int, int]]:
         """(request, end of the known tokens to compute, tokens to draft): those that may draft first."""
         for request in grant.requests:
             room = self._room(request)
-            if room >= request.num_tokens:
+            if room >= request.most_tokens:
                 # the last drafted token is never fed: it needs no slot
-                yield request, request.num_tokens, min(grant.lengths[request.request_id], room - request.num_tokens + 1)
+                length = min(grant.lengths[request.request_id], room - request.most_tokens + 1)
+                yield request, request.num_tokens, length
         for request in grant.filling:
             yield request, min(request.num_computed_tokens, self._room(request)), 0
 

@@ -51,6 +51,15 @@ class Chooser:
         self._sample_method = sample_method
         self._min_prob = min_prob
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row's most likely token is drafted, whatever its probability."""
+        return self._sample_method == "greedy" and self._min_prob == 0
+
+    def best(self, logits: Tensor) -> Tensor:
+        """The most likely tokens of rows [B, V], in target ids: [B] int64. Nothing waits for a device."""
+        return self.vocabulary.target_ids(self.vocabulary.restrict(logits).max(dim=-1).indices)
+
     def choose(self, jobs: Sequence[Job], logits: Tensor) -> list[Job]:
         """Append a token to each job, from its row of logits [B, V]; those that are to go on."""
         if not jobs:

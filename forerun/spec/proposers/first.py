@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forerun.models.paged import new_memory
-from forerun.spec.proposer import Constraint, Draft, DraftInputs, Grant, Proposer, RequestDraft
+from forerun.spec.proposer import Constraint, Draft, DraftInputs, Grant, KnownRows, Proposer, RequestDraft
 from forerun.spec.stats import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.attention.slots import SlotBatch
     from forerun.engine.plan import Hidden, Plan
+    from forerun.engine.slots import Slots
     from forerun.memory.groups import GroupSpec
+    from forerun.models.decoder import Tap
     from forerun.request import Request
     from forerun.spec.verifier import Verdict
 
@@ -85,6 +88,29 @@ class FirstOf(Proposer):
                 if guess.tokens and len(guess) >= member.min_tokens:
                     draft.by_request[request.request_id] = guess
         return draft
+
+    @property
+    def serves_slots(self) -> bool:  # type: ignore[override]
+        """Of several members the later ones would have to know what the first has found."""
+        return all(member.proposer.serves_slots and not member.min_tokens for member in self.members[:1]) and (
+            len(self.members) <= 1
+        )
+
+    def draft_slots(self, slots: Slots, grant: Grant) -> Draft:
+        for member in self.members:
+            with self._clocks[member.proposer.name]:
+                return member.proposer.draft_slots(slots, self._grant_of(member, grant, Draft()))
+        return Draft()
+
+    def follow_slots(self, batch: SlotBatch, positions: Tensor, verdict: Tensor, taps: Mapping[Tap, Tensor]) -> None:
+        for member in self.members:
+            with self._clocks[member.proposer.name]:
+                member.proposer.follow_slots(batch, positions, verdict, taps)
+
+    def follow_known(self, rows: KnownRows, verdict: Tensor | None, taps: Mapping[Tap, Tensor]) -> None:
+        for member in self.members:
+            with self._clocks[member.proposer.name]:
+                member.proposer.follow_known(rows, verdict, taps)
 
     def _allowed(self, request: Request, guess: RequestDraft) -> RequestDraft:
         if self.constraint is None or not guess.tokens or not self.constraint.constrains(request):
