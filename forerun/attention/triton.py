@@ -1,9 +1,8 @@
 """Attention on a GPU: paged, a program for each tile of query rows, head of keys, and part of the keys.
 
 The rows of a tile and the query heads that share a head of keys are the rows of one product. Where tiles are few the
-keys are split, so that all multiprocessors read at once, and the program that ends last joins the parts
-(flash-decoding). Sums are float32. How keys are split depends on the step, so a row's last bits may depend on its
-company.
+keys are split, so that all multiprocessors read at once, and the parts are joined by a second kernel (flash-decoding).
+Sums are float32. How keys are split depends on the step, so a row's last bits may depend on its company.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from forerun.attention.layout import TILE_FIELDS, flatten_tiles
 from forerun.attention.reference import ReferenceAttention
 from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
 from forerun.attention.triton_slots import SlotLayout, lay_out_slots
-from forerun.kernels.triton_ops import launch_options, rope_qk
+from forerun.kernels.triton_ops import rope_qk
 from forerun.kernels.uploads import upload
 
 PROGRAMS_A_PROCESSOR = 4  # wanted of a launch, as far as keys can be split
-SPLIT_WIDTHS = (1, 4, 16)  # a kernel for each: for so many parts at most
+JOIN_WIDTHS = (4, 16)  # a kernel for each: parts that it joins at most
 LEAST_KEYS = 64  # of a split
-JOINED_A_WARP = 2048  # numbers that are joined at once
+JOIN_WARPS = 1
 
 
 # A step's numbers lie at any address: code must not depend on which.
 @triton.jit(do_not_specialize=["rows", "splits"], do_not_specialize_on_alignment=["tiles", "ints"])
 def _attend(
-    query, cache, out, partial, stats, num_done, tiles, ints, scale, softcap, window, rows, splits,
+    query, cache, out, partial, stats, tiles, ints, scale, softcap, window, rows, splits,
     q_stride, block_stride,
     FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PATHS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, JOIN_M: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PATHS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     record = tiles + tile * FIELDS
@@ -52,8 +51,6 @@ def _attend(
     span = tl.cdiv(tl.cdiv(num_keys - first_seen, splits), BLOCK_N) * BLOCK_N
     start = first_seen + split * span
     stop = tl.minimum(start + span, num_keys)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     if num_rows == 0 or start >= stop:
         return
 
@@ -101,52 +98,47 @@ def _attend(
         acc += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         largest = new_largest
 
-    if MOST_SPLITS == 1:
+    if not SPLIT:
         out_at = out + (token[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * DIM + dims[None, :]
         tl.store(out_at, (acc / total[:, None]).to(q.dtype), mask=used[:, None] & in_dim[None, :])
     else:
-        first_part = (tile * splits * KV_HEADS + kv_head).to(tl.int64)
-        part = (first_part + split * KV_HEADS) * (rows * GROUP) + m
+        part = ((tile * splits + split) * KV_HEADS + kv_head).to(tl.int64) * (rows * GROUP) + m
         tl.store(partial + part[:, None] * DIM + dims[None, :], acc, mask=used[:, None] & in_dim[None, :])
         tl.store(stats + 2 * part, largest, mask=used)
         tl.store(stats + 2 * part + 1, total, mask=used)
-        tl.debug_barrier()  # all of the program's stores come before its word that it is done
-        done = num_done + tile * KV_HEADS + kv_head
-        num_parts = tl.cdiv(num_keys - first_seen, span)
-        if tl.atomic_add(done, 1, sem="acq_rel") == num_parts - 1:
-            tl.store(done, 0)  # for the next layer
-            for first_row in range(0, num_rows * GROUP, JOIN_M):
-                _join(
-                    out, partial, stats, ints + rows_at, first_part, num_parts, first_row, num_rows, rows, kv_head,
-                    KV_HEADS, GROUP, DIM, MOST_SPLITS, BLOCK_D, JOIN_M,
-                )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"], do_not_specialize_on_alignment=["tiles", "ints"])
 def _join(
-    out, partial, stats, row_ids, first_part, num_parts, first_row, num_rows, rows, kv_head,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, MOST_SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr, JOIN_M: tl.constexpr,
+    out, partial, stats, tiles, ints, window, rows, splits,
+    FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """JOIN_M of the rows of a product, from all of their parts, past the cache of the multiprocessor."""
-    m = first_row + tl.arange(0, JOIN_M)
-    used = m < num_rows * GROUP
-    split = tl.arange(0, MOST_SPLITS)[:, None]
-    part = (first_part + split * KV_HEADS) * (rows * GROUP) + m[None, :]  # [splits, JOIN_M]
-    filled = (split < num_parts) & used[None, :]
-    largest = tl.load(stats + 2 * part, mask=filled, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(stats + 2 * part + 1, mask=filled, other=0.0, cache_modifier=".cg")
+    tile, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    record = tiles + tile * FIELDS
+    rows_at, num_rows, first_position = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    if row >= num_rows:
+        return
+    num_keys = first_position + num_rows
+    first_seen = 0
+    if WINDOWED:
+        first_seen = tl.maximum(first_position + 1 - window, 0) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(num_keys - first_seen, splits), BLOCK_N) * BLOCK_N
+    split = tl.arange(0, WIDTH)
+    filled = (split < splits) & (first_seen + split * span < num_keys)
+    part = (tile * splits + split).to(tl.int64) * KV_HEADS + head // GROUP
+    part = part * (rows * GROUP) + row * GROUP + head % GROUP
     dims = tl.arange(0, BLOCK_D)
-    in_dim = dims < DIM
-    made_at = partial + part[:, :, None] * DIM + dims[None, None, :]
-    made = tl.load(made_at, mask=filled[:, :, None] & in_dim[None, None, :], other=0.0, cache_modifier=".cg")
-    top = tl.max(largest, 0)
-    share = tl.math.exp2(largest - tl.where(used, top, 0.0)[None, :])
-    joined = tl.sum(made * share[:, :, None], 0) / tl.where(used, tl.sum(total * share, 0), 1.0)[:, None]
-    token = tl.load(row_ids + m // GROUP, mask=used, other=0).to(tl.int64)
-    head = kv_head * GROUP + m % GROUP
-    at = out + (token[:, None] * (KV_HEADS * GROUP) + head[:, None]) * DIM + dims[None, :]
-    tl.store(at, joined.to(out.dtype.element_ty), mask=used[:, None] & in_dim[None, :])
+    made = tl.load(
+        partial + part[:, None] * DIM + dims[None, :], mask=filled[:, None] & (dims < DIM)[None, :], other=0.0
+    )
+    largest = tl.load(stats + 2 * part, mask=filled, other=float("-inf"))
+    total = tl.load(stats + 2 * part + 1, mask=filled, other=0.0)
+    token = tl.load(ints + rows_at + row).to(tl.int64)
+    share = tl.math.exp2(largest - tl.max(largest, 0))
+    joined = tl.sum(made * share[:, None], 0) / tl.sum(total * share, 0)
+    at = out + (token * (KV_HEADS * GROUP) + head) * DIM + dims
+    tl.store(at, joined.to(out.dtype.element_ty), mask=dims < DIM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +173,6 @@ class TritonAttention(ReferenceAttention):
     def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype, alone: bool = False) -> None:
         super().__init__(spec, pool, dtype, alone)
         self._programs = PROGRAMS_A_PROCESSOR * _num_processors(pool.device)
-        # Of a tile and head of keys, the parts that are done: 0 between launches. Graphs hold its address.
-        self._num_done = torch.zeros(self._programs, dtype=torch.int32, device=pool.device)
 
     def begin(self, layout: StepLayout) -> None:
         num_rows, num_tiles = len(layout.slots), len(layout.tiles)
@@ -215,7 +205,7 @@ class TritonAttention(ReferenceAttention):
     def tables(self, slots: Tensor, tiles: Tensor, ints: Tensor, rows: int, num_keys: int, *, paths: bool) -> Tables:
         """num_keys: the most that a tile may have."""
         wanted = self._programs // max(1, tiles.shape[0] * self.shape.num_kv_heads)
-        return Tables(slots, tiles, ints, rows, max(1, min(SPLIT_WIDTHS[-1], wanted, num_keys // LEAST_KEYS)), paths)
+        return Tables(slots, tiles, ints, rows, max(1, min(JOIN_WIDTHS[-1], wanted, num_keys // LEAST_KEYS)), paths)
 
     def use(self, tables: Tables) -> None:
         """The tables of the step whose layers are attended next, as `begin` makes them."""
@@ -233,7 +223,6 @@ class TritonAttention(ReferenceAttention):
             return out
         partial = stats = out  # unused
         if splits > 1:
-            assert num_tiles * kv_heads <= self._num_done.shape[0]
             parts = num_tiles * splits * kv_heads * tables.rows * group
             partial = out.new_empty(parts * dim, dtype=torch.float32)
             stats = out.new_empty(parts * 2, dtype=torch.float32)
@@ -242,18 +231,22 @@ class TritonAttention(ReferenceAttention):
         block_m = max(16, triton.next_power_of_2(tables.rows * group))
         block_d = max(16, triton.next_power_of_2(dim))
         block_n, num_warps, num_stages = _tuning(out.dtype, block_m, block_d)
-        most_splits = next(width for width in SPLIT_WIDTHS if width >= splits)
-        at_once = JOINED_A_WARP * num_warps // (most_splits * block_d)  # rows of the product
-        join_m = 1 if splits == 1 else max(1, min(triton.next_power_of_2(tables.rows * group), at_once))
         _attend[num_tiles, kv_heads, splits](
-            product, cache, out, partial, stats, self._num_done, tables.tiles, tables.ints,
+            product, cache, out, partial, stats, tables.tiles, tables.ints,
             self.spec.scale, self.spec.softcap or 0.0, window or 0, tables.rows, splits,
             product.stride(0), cache.stride(0),
             FIELDS=TILE_FIELDS, KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_SIZE=shape.block_size,
-            MOST_SPLITS=most_splits, CAPPED=self.spec.softcap is not None, WINDOWED=window is not None,
-            PATHS=tables.paths, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, JOIN_M=join_m,
-            num_warps=num_warps, num_stages=num_stages, **launch_options(product),
+            SPLIT=splits > 1, CAPPED=self.spec.softcap is not None, WINDOWED=window is not None,
+            PATHS=tables.paths, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+            num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
+        if splits > 1:
+            _join[num_tiles, tables.rows, num_heads](
+                out, partial, stats, tables.tiles, tables.ints, window or 0, tables.rows, splits,
+                FIELDS=TILE_FIELDS, KV_HEADS=kv_heads, GROUP=group, DIM=dim,
+                WIDTH=next(width for width in JOIN_WIDTHS if width >= splits),
+                WINDOWED=window is not None, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=JOIN_WARPS,
+            )  # fmt: skip
         return out
 
     def write(self, layer: int, inputs: AttentionInputs) -> None:

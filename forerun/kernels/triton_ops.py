@@ -5,40 +5,20 @@ They compute in float32 and round what they store. Not for products: those are c
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-EARLY = False
-"""Whether kernels are launched while their predecessor ends (programmatic dependent launch, from compute capability 9.0
-on): each loads what lies there since the pass began, then waits (`gdc_wait`) before it touches anything else."""
 
 HEADS_A_PROGRAM = 4
 MAX_COLUMNS = 1024  # of `gated`, a program
 
 
-def launch_options(x: Tensor) -> dict[str, bool]:
-    """How a kernel that waits for its predecessor where EARLY is true is launched."""
-    early = EARLY and x.is_cuda and _can_launch_early(x.device)
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
-@functools.cache
-def _can_launch_early(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 @triton.jit
-def _rms_norm(x, weight, out, width, x_stride, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _rms_norm(x, weight, out, width, x_stride, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     weights = tl.load(weight + columns, mask=inside, other=0.0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     wide = values.to(tl.float32)
     scale = tl.math.rsqrt(tl.sum(wide * wide, 0) / width + eps)
@@ -52,16 +32,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = x.new_empty(num_rows, width)
     block = triton.next_power_of_2(width)
     num_warps = 8 if block > 2048 else 4
-    _rms_norm[(num_rows,)](
-        x, weight, out, width, x.stride(0), eps, BLOCK=block, num_warps=num_warps, **launch_options(x)
-    )
+    _rms_norm[(num_rows,)](x, weight, out, width, x.stride(0), eps, BLOCK=block, num_warps=num_warps)
     return out
 
 
 @triton.jit
-def _gated(gate_up, out, width, stride, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+def _gated(gate_up, out, width, stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -83,7 +59,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     block = min(MAX_COLUMNS, triton.next_power_of_2(width))
     grid = (num_rows, triton.cdiv(width, block))
     gelu = activation == "gelu_tanh"
-    _gated[grid](gate_up, out, width, gate_up.stride(0), GELU=gelu, BLOCK=block, **launch_options(gate_up))
+    _gated[grid](gate_up, out, width, gate_up.stride(0), GELU=gelu, BLOCK=block)
     return out
 
 
@@ -98,13 +74,12 @@ def _load_head(row, head, columns, inside, scale, weight, weights_at, NORM: tl.c
     return wide
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rope_qk(
     qkv, cos, sin, q_norm, k_norm, stride, eps, cache, slots, block_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     NORM: tl.constexpr, WHOLE: tl.constexpr, STORE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     Q_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -117,9 +92,6 @@ def _rope_qk(
     slot = tl.full((), -1, tl.int32)
     if STORE:
         slot = tl.load(slots + token)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
     is_query = program < Q_PROGRAMS
     num_heads = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
@@ -211,5 +183,5 @@ def rope_qk(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, HALF=half, NORM=norm, WHOLE=whole,
         STORE=place is not None, BLOCK_SIZE=cache.shape[2] if place else 1, HEADS=heads,
         BLOCK_HALF=triton.next_power_of_2(max(1, half)), BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)),
-        BLOCK_DIM=triton.next_power_of_2(dim), num_warps=4 if whole else 1, **launch_options(qkv),
+        BLOCK_DIM=triton.next_power_of_2(dim), num_warps=4 if whole else 1,
     )  # fmt: skip

@@ -108,7 +108,6 @@ def test_long_contexts_are_split(name: str, device: torch.device) -> None:
     for rows in (1, 4):
         attend_all(backends, [Segment([0] * rows, 5000, table)], torch.float32, device)
         assert backends[1]._tables.splits > 8  # type: ignore[attr-defined]
-        assert not backends[1]._num_done.any()  # type: ignore[attr-defined]  # as the next launch must find it
 
 
 def test_a_row_that_was_moved_is_found(device: torch.device) -> None:

@@ -176,6 +176,14 @@ def test_positions_may_repeat_and_come_in_any_order(decoder: Decoder) -> None:
     assert torch.equal(swapped.flip(0), hidden)
 
 
+def test_logits_can_be_had_as_they_are_computed(tmp_path: Path) -> None:
+    decoder = load_model(save_hf(hf_model("llama"), tmp_path), torch.bfloat16)
+    hidden = torch.randn(3, decoder.config.hidden_size).bfloat16()
+    computed = decoder.logits(hidden, dtype=None)
+    assert computed.dtype == torch.bfloat16
+    assert torch.equal(decoder.logits(hidden), computed.float())
+
+
 def test_no_rows_give_no_rows(decoder: Decoder) -> None:
     nothing = torch.tensor([], dtype=torch.int64)
     hidden = decoder.forward(nothing, nothing, lambda layer, inputs: inputs.heads()[0]).hidden
