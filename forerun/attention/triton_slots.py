@@ -31,6 +31,13 @@ class SlotLayout:
         places = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
         return cls(*wide, places, torch.zeros(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device))
 
+    @classmethod
+    def empty(cls, num_rows: int, num_tiles: int, device: torch.device) -> SlotLayout:
+        """For exactly so many rows: all of it is written."""
+        wide = [torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(4)]
+        places = torch.empty(num_rows, dtype=torch.int32, device=device)
+        return cls(*wide, places, torch.empty(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device))
+
     @property
     def rows(self) -> SlotRows:
         return SlotRows(self.token_ids, self.positions, self.slots, self.output_positions)

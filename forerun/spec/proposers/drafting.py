@@ -51,6 +51,11 @@ class Chooser:
         self._sample_method = sample_method
         self._min_prob = min_prob
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether every draft is the likeliest tokens, as many as were asked for."""
+        return self._sample_method == "greedy" and self._min_prob == 0
+
     def choose(self, jobs: Sequence[Job], logits: Tensor) -> list[Job]:
         """Append a token to each job, from its row of logits [B, V]; those that are to go on."""
         if not jobs:
