@@ -77,8 +77,9 @@ class EagleProposer(Proposer):
         self._chooser = chooser
         self._kv_dtype = kv_dtype
         self._tree = spec_tree
+        # [S, H], by `Request.slot`: of each decoding request's last computed token. All rows of all steps are followed,
+        # so that each has one; the last is for padding.
         self._states = torch.zeros(num_slots + 1, head.config.layers.hidden_size, dtype=dtype)
-        self._with_state: set[str] = set()  # requests whose last computed token's state is in the row of their slot
 
     def attach(self, place: int, memory: Tensor) -> None:
         self._place = place
@@ -106,9 +107,7 @@ class EagleProposer(Proposer):
         return Draft({job.request.request_id: job.result(self.name) for job in jobs})
 
     def _length(self, request: Request, grant: Grant) -> int:
-        """How many tokens to draft: what was granted, as far as slots and positions go. 0 where there is no state."""
-        if request.request_id not in self._with_state:
-            return 0
+        """How many tokens to draft: what was granted, as far as slots and positions go."""
         room = min(len(self._blocks(request)) * self.block_size, self._head.max_positions)
         if self._tree is not None and room < request.most_tokens - 1 + self.group.scratch_tokens:
             return 0
@@ -230,13 +229,12 @@ class EagleProposer(Proposer):
             judged = verdict.by_request.get(s.request.request_id)
             standing, next_tokens = _standing_rows(s, first_row, judged)
             room = max(0, self._head.max_positions - s.start)
-            follows = len(standing) <= room
+            ends = judged is not None and judged.finish_reason is not None
+            follows = len(standing) <= room and not ends
             standing, next_tokens = standing[:room], next_tokens[:room]
             segments.append(Segment(next_tokens, s.start, self._blocks(s.request)))
             rows += standing
-            if not follows:
-                self._with_state.discard(s.request.request_id)
-            elif judged is None or judged.finish_reason is None:
+            if follows:
                 last.append((s.request, len(rows) - 1))
             first_row += s.num_rows
         if not rows:
@@ -247,7 +245,6 @@ class EagleProposer(Proposer):
             slots = [request.slot for request, _ in last]
             places = upload([slots, [place for _, place in last]], torch.int64, states.device)
             self._states.index_copy_(0, places[0], states[places[1]])
-            self._with_state.update(request.request_id for request, _ in last)
 
     def _fill(self, segments: Sequence[Segment], states: Tensor) -> None:
         token_ids = [token for segment in segments for token in segment.token_ids]
@@ -260,13 +257,6 @@ class EagleProposer(Proposer):
             self._attention.attend,
             self._attention.write,
         )
-
-    def forget(self, request_id: str) -> None:
-        self._with_state.discard(request_id)
-
-    @property
-    def state_bytes(self) -> int:
-        return len(self._with_state) * self._states[0].nbytes
 
     # -- where the host has not seen what the target judged
 
@@ -297,7 +287,6 @@ class EagleProposer(Proposer):
     @torch.inference_mode()
     def follow_known(self, rows: KnownRows, verdict: Tensor | None, taps: Mapping[Tap, Tensor]) -> None:
         self._on_slots.follow_known(rows, verdict, [taps[tap] for tap in self.hidden_taps], self.block_size)
-        self._with_state.update(request.request_id for request in rows.requests)
 
 
 class GrowingTree:
