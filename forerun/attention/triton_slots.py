@@ -32,6 +32,14 @@ class SlotLayout:
         tiles = torch.zeros(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device)
         return cls(wide[0], wide[1], wide[2], wide[3], places, tiles)
 
+    @classmethod
+    def empty(cls, num_rows: int, num_tiles: int, device: torch.device) -> SlotLayout:
+        """For exactly so many rows: all of it is written."""
+        wide = torch.empty(4, num_rows, dtype=torch.int64, device=device)
+        places = torch.empty(num_rows, dtype=torch.int32, device=device)
+        tiles = torch.empty(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device)
+        return cls(wide[0], wide[1], wide[2], wide[3], places, tiles)
+
     @property
     def rows(self) -> SlotRows:
         return SlotRows(self.token_ids, self.positions, self.slots, self.output_positions)

@@ -113,17 +113,21 @@ def build_engine(config: EngineConfig) -> Engine:
     structured = StructuredProcessor(target.tokenizer, set(target.eos_token_ids), reasoning)
     proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype, structured))
 
-    caches = _size_caches(config, target, kv_dtype, proposer, plan)
+    draft_shapes = gpu.draft_shapes(config, device) if proposer.serves_slots else []
+    caches = _size_caches(config, target, kv_dtype, proposer, plan, draft_shapes)
     memory = new_memory(caches.pool.num_bytes, device)
     proposer.attach_all(memory, caches.pool.num_target_blocks)
     alone = len(caches.pool.groups) == 1
     paged = PagedModel.over(target.model, memory, kv_dtype, config.block_size, alone=alone)
     notes = [*_defaults_note(defaults), *head_notes, *proposer.notes]
     blocks = _block_tables(config, caches, device)
+    recording = gpu.Recording(device, gpu.num_graphs(config, target.model) + len(draft_shapes))
     if device.type != "cpu":
-        paged, line = gpu.record(paged, config, blocks[0], proposer.hidden_taps)
-        notes = [line, *notes] if line else notes
+        paged = gpu.record(paged, config, blocks[0], proposer.hidden_taps)
     device_step, why_not = _device_step(config, paged, blocks, proposer)
+    if device_step is not None:
+        proposer.attach_slots(device_step.slots, draft_shapes)
+    notes = [*recording.lines(), *notes]
     if why_not:
         notes.append(f"Each step waits for the one before: {why_not}")
     if obstacle is not None:
@@ -229,6 +233,7 @@ def _target_info(config: SettledConfig, target: Target, kv_dtype: torch.dtype, c
         tokenizer=target.tokenizer,
         max_model_len=config.max_model_len or target.config.max_position_embeddings,
         block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_dtype=kv_dtype,
         packed=target.packed,
@@ -323,7 +328,14 @@ def _warnings(config: SettledConfig, model: Decoder) -> list[str]:
     return warnings
 
 
-def _size_caches(config: SettledConfig, target: Target, kv_dtype: torch.dtype, proposer: FirstOf, plan: Plan) -> Caches:
+def _size_caches(
+    config: SettledConfig,
+    target: Target,
+    kv_dtype: torch.dtype,
+    proposer: FirstOf,
+    plan: Plan,
+    draft_shapes: Sequence[tuple[int, int]],
+) -> Caches:
     block_bytes = attention_spec(target.config, config.block_size).shape.block_bytes(kv_dtype.itemsize)
     groups = CacheGroups(
         config.block_size, (GroupSpec("target", block_bytes), *proposer.own_groups, *proposer.groups_beside)
@@ -331,7 +343,7 @@ def _size_caches(config: SettledConfig, target: Target, kv_dtype: torch.dtype, p
     if target.model.device.type == "cpu":
         cache_bytes = kv_cache_bytes(config.kv_cache_memory_bytes)
     else:
-        cache_bytes = gpu.cache_bytes(config, target.model, kv_dtype, proposer.hidden_taps)
+        cache_bytes = gpu.cache_bytes(config, target.model, kv_dtype, proposer.hidden_taps, draft_shapes)
     max_model_len = check_fit(config, plan, groups, cache_bytes)
     pool = CachePool(groups.own, cache_bytes, groups.beside_bytes)
     num_bytes = pool.num_bytes + pool.num_target_blocks * groups.beside_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from forerun.attention.slots import BlockTables
 from forerun.engine.config import SettledConfig
 from forerun.kernels import cuda
 from forerun.memory.budget import GIB, GpuMemory, gpu_allowance, gpu_cache_bytes
-from forerun.memory.passes import GRAPH_BYTES, graph_shapes
+from forerun.memory.passes import GRAPH_BYTES, LOGIT_BYTES, graph_shapes
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder, Tap, attention_spec
 from forerun.models.loading import read_metadata
@@ -44,15 +46,25 @@ def check_budget(config: SettledConfig, device: torch.device) -> None:
         gpu_allowance(GpuMemory(total, free), config.gpu_memory_utilization)
 
 
-def cache_bytes(config: SettledConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
+def cache_bytes(
+    config: SettledConfig,
+    model: Decoder,
+    kv_dtype: torch.dtype,
+    taps: Sequence[Tap],
+    drafts: Sequence[tuple[int, int]] = (),
+) -> int:
     """What is left for caches once weights are loaded.
 
+    Args:
+        drafts: `draft_shapes` that will be recorded.
     Raises:
         ConfigError: nothing is, or less than was asked for.
     """
     pass_bytes = _pass_bytes(config, model, kv_dtype, taps)
     free, total = torch.cuda.mem_get_info(model.device)
-    memory = GpuMemory(total, free, pass_bytes, GRAPH_BYTES * _num_graphs(config, model))
+    graphs = GRAPH_BYTES * (num_graphs(config, model) + len(drafts))
+    draft_logits = max((num_slots for num_slots, _ in drafts), default=0) * model.config.vocab_size * LOGIT_BYTES
+    memory = GpuMemory(total, free, pass_bytes, graphs + draft_logits)
     return gpu_cache_bytes(config.kv_cache_memory_bytes, memory, config.gpu_memory_utilization)
 
 
@@ -93,8 +105,9 @@ def _rows_a_request(config: SettledConfig) -> tuple[int, ...]:
     return (1, 1 + spec.num_speculative_tokens) if spec else (1,)
 
 
-def _num_graphs(config: SettledConfig, model: Decoder) -> int:
-    return len(shapes_to_record(config, model.config)) if cuda.available() else 0
+def num_graphs(config: SettledConfig, model: Decoder) -> int:
+    """Of the target's passes."""
+    return len(shapes_to_record(config, model.config)) if model.device.type != "cpu" and cuda.available() else 0
 
 
 def most_rows_a_request(config: SettledConfig) -> int:
@@ -102,13 +115,44 @@ def most_rows_a_request(config: SettledConfig) -> int:
     return max(_rows_a_request(config))
 
 
-def record(
-    paged: PagedModel, config: SettledConfig, blocks: BlockTables, taps: Sequence[Tap]
-) -> tuple[PagedModel, str]:
-    """The model with graphs for its usual passes, and the line that says what they took; "" where it can have none."""
+def draft_shapes(config: SettledConfig, device: torch.device) -> list[tuple[int, int]]:
+    """(requests, tokens of each) of the drafts that graphs are worth recording for: each K that there may be."""
+    spec = config.speculative_config
+    if spec is None or config.async_scheduling is False or device.type == "cpu" or not cuda.available():
+        return []
+    table = spec.num_speculative_tokens_per_batch_size or ()
+    lengths = {spec.num_speculative_tokens, *(length for _, _, length in table)} - {0}
+    sizes = [num_seqs for num_seqs, _ in graph_shapes(config.max_num_seqs, (1,), GPU_ROW_TILE)]
+    return list(itertools.product(sizes, sorted(lengths)))
+
+
+class Recording:
+    """What so many graphs take, recorded from here on."""
+
+    def __init__(self, device: torch.device, num_graphs: int) -> None:
+        self._device = device
+        self._num_graphs = num_graphs
+        self._started = time.perf_counter()
+        self._free = self._free_bytes()
+
+    def lines(self) -> list[str]:
+        """For the log; [] where there is nothing to record."""
+        free = self._free_bytes()  # waits
+        seconds, gib = time.perf_counter() - self._started, (self._free - free) / GIB
+        return [f"Graph capturing finished in {seconds:.0f} secs, took {gib:.2f} GiB"] if self._num_graphs else []
+
+    def _free_bytes(self) -> int:
+        if not self._num_graphs:
+            return 0
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.mem_get_info(self._device)[0]
+
+
+def record(paged: PagedModel, config: SettledConfig, blocks: BlockTables, taps: Sequence[Tap]) -> PagedModel:
+    """The model with graphs for its usual passes; as it is where it can have none."""
     model = paged.model
-    if not isinstance(model, Decoder) or not _num_graphs(config, model):
-        return paged, ""
+    if not isinstance(model, Decoder) or not num_graphs(config, model):
+        return paged
     from forerun.attention.triton import TritonAttention
     from forerun.models.graphs import GraphedModel
 
@@ -117,8 +161,7 @@ def record(
     spec = config.speculative_config
     trees = spec is not None and any(method.spec_tree is not None for method in spec.methods)
     graphed.record(shapes_to_record(config, model.config), blocks, taps, trees=trees)
-    seconds, gib = graphed.record_time_s, graphed.record_bytes / GIB
-    return graphed, f"Graph capturing finished in {seconds:.0f} secs, took {gib:.2f} GiB"
+    return graphed
 
 
 def warnings() -> list[str]:
