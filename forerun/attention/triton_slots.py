@@ -26,17 +26,24 @@ class SlotLayout:
     tiles: Tensor
 
     @classmethod
-    def new(cls, num_rows: int, num_tiles: int, device: torch.device) -> SlotLayout:
-        wide = [torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(4)]
-        places = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-        return cls(*wide, places, torch.zeros(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device))
+    def empty(cls, num_rows: int, num_tiles: int, device: torch.device) -> SlotLayout:
+        """For a batch of exactly so many rows: all of it is written."""
+
+        def wide() -> Tensor:
+            return torch.empty(num_rows, dtype=torch.int64, device=device)
+
+        places = torch.empty(num_rows, dtype=torch.int32, device=device)
+        tiles = torch.empty(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device)
+        return cls(wide(), wide(), wide(), wide(), places, tiles)
 
     @classmethod
-    def empty(cls, num_rows: int, num_tiles: int, device: torch.device) -> SlotLayout:
-        """For exactly so many rows: all of it is written."""
-        wide = [torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(4)]
-        places = torch.empty(num_rows, dtype=torch.int32, device=device)
-        return cls(*wide, places, torch.empty(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device))
+    def new(cls, num_rows: int, num_tiles: int, device: torch.device) -> SlotLayout:
+        """Of padding alone."""
+        layout = cls.empty(num_rows, num_tiles, device)
+        layout.places.fill_(-1)
+        for memory in (layout.token_ids, layout.positions, layout.slots, layout.output_positions, layout.tiles):
+            memory.zero_()
+        return layout
 
     @property
     def rows(self) -> SlotRows:
@@ -44,8 +51,14 @@ class SlotLayout:
 
     def first(self, num_rows: int, num_tiles: int) -> SlotLayout:
         """The same memory, as far as a smaller pass needs it."""
-        rows = (self.token_ids, self.positions, self.slots, self.output_positions, self.places)
-        return SlotLayout(*(tensor[:num_rows] for tensor in rows), self.tiles[:num_tiles])
+        return SlotLayout(
+            self.token_ids[:num_rows],
+            self.positions[:num_rows],
+            self.slots[:num_rows],
+            self.output_positions[:num_rows],
+            self.places[:num_rows],
+            self.tiles[:num_tiles],
+        )
 
 
 @triton.jit(do_not_specialize=["tables_at", "first", "shift"])

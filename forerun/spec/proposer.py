@@ -233,7 +233,7 @@ class Proposer(Protocol):
         return None
 
     serves_slots: bool = False
-    """Whether it can also draft and follow by tables on the device alone, without a wait of the host: the four below."""
+    """Whether it can also draft and follow by tables on the device, without a wait of the host: by the four below."""
 
     def attach_slots(self, slots: Slots, shapes: Sequence[tuple[int, int]]) -> None:
         """Called once, before the first step, where steps are launched ahead. shapes: (requests, tokens of each) of the
@@ -243,7 +243,7 @@ class Proposer(Protocol):
     def draft_slots(self, slots: Slots, grant: Grant) -> Draft:
         """As `propose`, into `slots.tables.drafted`: the drafts returned hold `UNKNOWN` for each token. The slots of
         `grant.requests` are true; what the requests themselves say may be a step old."""
-        raise NotImplementedError
+        return Draft()
 
     def follow_slots(
         self, batch: SlotBatch, positions: Tensor, verdict: Tensor, taps: Mapping[tuple[int, bool], Tensor]
@@ -256,18 +256,16 @@ class Proposer(Protocol):
             verdict: [n, 2 + W] int32, see `sampling.slots.judge`, of the first n slots; the others are padding.
             taps: [B * W, H] for each of `hidden_taps`.
         """
-        raise NotImplementedError
+        return None
 
-    def follow_known(
-        self, rows: KnownRows, verdict: Tensor | None, taps: Mapping[tuple[int, bool], Tensor]
-    ) -> None:
+    def follow_known(self, rows: KnownRows, verdict: Tensor | None, taps: Mapping[tuple[int, bool], Tensor]) -> None:
         """As `observe`, for prompts.
 
         Args:
             verdict: [n, 3] int32, of the n requests that sampled; None: none did.
             taps: [T, H] for each of `hidden_taps`.
         """
-        raise NotImplementedError
+        return None
 
     def forget(self, request_id: str) -> None:
         """The request finished, was aborted or was preempted: drop its state. Unknown ids are ignored."""

@@ -3,6 +3,7 @@ draft head drafts, the same drafts."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -94,9 +95,7 @@ def assert_same_drafts(found: Drafts, expected: Drafts) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("method", SERVED)
-def test_text_is_the_targets(
-    make: Make, reference: list[Result], method: str | None, settings: dict[str, Any]
-) -> None:
+def test_text_is_the_targets(make: Make, reference: list[Result], method: str | None, settings: dict[str, Any]) -> None:
     """Greedy and drawn, in chunks, small memory with preemption, with requests among them (log-probabilities) that the
     host has to see; then again from the prefix cache."""
     engine = make(method, **settings)
@@ -127,6 +126,29 @@ def test_drafts_are_those_of_steps_one_by_one(make: Make, method: str, settings:
 
 
 @pytest.mark.parametrize("method", HEADS)
+def test_padding_changes_no_draft(make: Make, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As graphs have it: more slots, and more passes, than a step needs."""
+    ahead, step_by_step = make(method), make(method, ahead=False)
+    (member,) = ahead.proposer.members  # type: ignore[attr-defined]
+    head = member.proposer._on_slots
+    replays: list[int] = []
+
+    class Padded:
+        num_slots = 9
+
+        @staticmethod
+        def replay(batch: Any) -> None:
+            replays.append(batch.num_slots)
+            head._draft_rows(batch.slots, batch.rows, K)
+
+    monkeypatch.setattr(head._recorded, "fitting", lambda num_slots, num_tokens: Padded)
+    found, expected = recorded(ahead), recorded(step_by_step)
+    assert_same(run(ahead, long_work()), run(step_by_step, long_work()))
+    assert_same_drafts(found, expected)
+    assert set(replays) == {9}
+
+
+@pytest.mark.parametrize("method", HEADS)
 def test_drafts_stay_right_where_host_and_device_take_turns(make: Make, method: str) -> None:
     """A request that only the host can serve comes and goes while others draft."""
     ahead, step_by_step = make(method, max_num_batched_tokens=40), make(method, ahead=False)
@@ -149,7 +171,7 @@ def test_drafts_stay_right_where_host_and_device_take_turns(make: Make, method: 
             first = texts
     assert texts == first
     assert_same_drafts(found, expected)
-    assert sum(before != after for before, after in zip(seen, seen[1:], strict=False)) >= 5
+    assert sum(before != after for before, after in itertools.pairwise(seen)) >= 5
     assert_idle(ahead)
 
 

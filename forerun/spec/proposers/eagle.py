@@ -91,11 +91,7 @@ class EagleProposer(Proposer):
 
     @torch.inference_mode()
     def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
-        jobs = [
-            Job(request, length)
-            for request in grant.requests
-            if (length := self._length(request, grant)) > 0
-        ]
+        jobs = [Job(request, length) for request in grant.requests if (length := self._length(request, grant)) > 0]
         if not jobs:
             return Draft()
         if self._tree is not None:

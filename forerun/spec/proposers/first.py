@@ -106,9 +106,7 @@ class FirstOf(Proposer):
                 return member.proposer.draft_slots(slots, self._grant_of(member, grant, Draft()))
         return Draft()
 
-    def follow_slots(
-        self, batch: SlotBatch, positions: Tensor, verdict: Tensor, taps: Mapping[Tap, Tensor]
-    ) -> None:
+    def follow_slots(self, batch: SlotBatch, positions: Tensor, verdict: Tensor, taps: Mapping[Tap, Tensor]) -> None:
         for member in self.members:
             with self._clocks[member.proposer.name]:
                 member.proposer.follow_slots(batch, positions, verdict, taps)
