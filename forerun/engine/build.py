@@ -113,7 +113,8 @@ def build_engine(config: EngineConfig) -> Engine:
     structured = StructuredProcessor(target.tokenizer, set(target.eos_token_ids), reasoning)
     proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype, structured))
 
-    draft_shapes = gpu.draft_shapes(config, device) if proposer.serves_slots else []
+    records = device.type != "cpu" and cuda.available() and proposer.serves_slots
+    draft_shapes = gpu.draft_shapes(config) if records else []
     caches = _size_caches(config, target, kv_dtype, proposer, plan, draft_shapes)
     memory = new_memory(caches.pool.num_bytes, device)
     proposer.attach_all(memory, caches.pool.num_target_blocks)

@@ -191,7 +191,9 @@ def _kept(served: Served, parts: Mapping[str, Part], on_gpu: bool) -> dict[str, 
     passes += [pass_bytes(draft, rows, min(rows, config.max_num_seqs), element_bytes) for draft in drafts]
     kept = {"activations": max(passes) + rows * sum(part.states for part in parts.values()) * element_bytes}
     if on_gpu:
-        kept["graphs"] = GRAPH_BYTES * len(gpu.shapes_to_record(config, decoder))
+        recorded = gpu.draft_shapes(config) if _chains_from_a_head(config) else []
+        target_bytes = GRAPH_BYTES * len(gpu.shapes_to_record(config, decoder))
+        kept["graphs"] = target_bytes + gpu.draft_graph_bytes(recorded, decoder)
         kept["context"] = gpu.CONTEXT_BYTES
     models = (decoder, *drafts)
     kept["rope tables"] = sum(rope_bytes(model, served.max_model_len, element_bytes) for model in models)
@@ -199,6 +201,12 @@ def _kept(served: Served, parts: Mapping[str, Part], on_gpu: bool) -> dict[str, 
         for name, size in part.kept.items():
             kept[name] = kept.get(name, 0) + size
     return kept
+
+
+def _chains_from_a_head(config: EngineConfig) -> bool:
+    """Whether drafts are recorded too, as far as the configuration alone tells."""
+    methods = config.speculative_config.methods if config.speculative_config else ()
+    return len(methods) == 1 and methods[0].method in HEADS and methods[0].spec_tree is None
 
 
 # -- proposers

@@ -62,9 +62,8 @@ def cache_bytes(
     """
     pass_bytes = _pass_bytes(config, model, kv_dtype, taps)
     free, total = torch.cuda.mem_get_info(model.device)
-    graphs = GRAPH_BYTES * (num_graphs(config, model) + len(drafts))
-    draft_logits = max((num_slots for num_slots, _ in drafts), default=0) * model.config.vocab_size * LOGIT_BYTES
-    memory = GpuMemory(total, free, pass_bytes, graphs + draft_logits)
+    graph_bytes = GRAPH_BYTES * num_graphs(config, model) + draft_graph_bytes(drafts, model.config)
+    memory = GpuMemory(total, free, pass_bytes, graph_bytes)
     return gpu_cache_bytes(config.kv_cache_memory_bytes, memory, config.gpu_memory_utilization)
 
 
@@ -115,15 +114,21 @@ def most_rows_a_request(config: SettledConfig) -> int:
     return max(_rows_a_request(config))
 
 
-def draft_shapes(config: SettledConfig, device: torch.device) -> list[tuple[int, int]]:
+def draft_shapes(config: SettledConfig) -> list[tuple[int, int]]:
     """(requests, tokens of each) of the drafts that graphs are worth recording for: each K that there may be."""
     spec = config.speculative_config
-    if spec is None or config.async_scheduling is False or device.type == "cpu" or not cuda.available():
+    if spec is None or config.async_scheduling is False:
         return []
     table = spec.num_speculative_tokens_per_batch_size or ()
     lengths = {spec.num_speculative_tokens, *(length for _, _, length in table)} - {0}
     sizes = [num_seqs for num_seqs, _ in graph_shapes(config.max_num_seqs, (1,), GPU_ROW_TILE)]
     return list(itertools.product(sizes, sorted(lengths)))
+
+
+def draft_graph_bytes(shapes: Sequence[tuple[int, int]], target: DecoderConfig) -> int:
+    """Of their graphs, with the logits of the largest, which share their memory."""
+    most = max((num_requests for num_requests, _ in shapes), default=0)
+    return GRAPH_BYTES * len(shapes) + most * target.vocab_size * LOGIT_BYTES
 
 
 class Recording:

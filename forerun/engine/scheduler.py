@@ -137,9 +137,7 @@ class Scheduler:
         """
         self._preempted = False
         for request in self._ready():
-            if (
-                self._blocks_missing(request, request.most_tokens) and request in self.running
-            ):  # not preempted meanwhile
+            if self._blocks_missing(request, request.most_tokens) and request in self.running:  # not preempted since
                 self._make_room(request, request.most_tokens)
         decoding = self._ready()
         budget = self._draft_budget(len(decoding))

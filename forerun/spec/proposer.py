@@ -233,7 +233,7 @@ class Proposer(Protocol):
         return None
 
     serves_slots: bool = False
-    """Whether it can also draft and follow by tables on the device, without a wait of the host: the four below."""
+    """Whether it can also draft and follow by tables on the device, without a wait of the host: by the four below."""
 
     def attach_slots(self, slots: Slots, shapes: Sequence[tuple[int, int]]) -> None:
         """Called once, before the first step, where steps are launched ahead. shapes: (requests, tokens of each) of the

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from forerun.attention.slots import BlockTables
 from forerun.engine.engine import Engine
 from forerun.engine.messages import NewRequest
-from forerun.request import SamplingParams
+from forerun.engine.slots import Slots
+from forerun.request import Request, SamplingParams
 from forerun.spec.proposer import UNKNOWN
 from tests.engine.test_lossless import SETTINGS, assert_same, mixed_work
 from tests.engine.test_methods import assert_idle, long_work, with_room_beside
@@ -123,6 +126,42 @@ def test_drafts_are_those_of_steps_one_by_one(make: Make, method: str, settings:
         assert_same_drafts(found, expected)
     assert any(seen)
     assert_idle(ahead)
+
+
+def test_a_request_that_comes_back_to_its_slot_is_told_anew() -> None:
+    """After it was preempted, and went on in another slot or step by step meanwhile."""
+    slots = Slots([BlockTables.new(2, 8, torch.device("cpu"))], 16, K)
+    request = Request("r", [5, 6, 7], 2, SamplingParams(), 0)
+    for slot in (0, 1, 0, 0):
+        request.slot = slot
+        slots.update([request])
+        assert int(slots.tables.positions[slot]) == request.num_tokens - 1
+        assert slots.tables.last[slot].tolist() == request.token_ids[-2:]
+        request.token_ids.append(8 + request.num_preemptions)
+        request.num_preemptions += 1
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_padding_changes_no_draft(make: Make, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As graphs have it: more slots, and more passes, than a step needs."""
+    ahead, step_by_step = make(method), make(method, ahead=False)
+    (member,) = ahead.proposer.members  # type: ignore[attr-defined]
+    head = member.proposer._on_slots
+    replays: list[int] = []
+
+    class Padded:
+        num_slots = 9
+
+        @staticmethod
+        def replay(batch: Any) -> None:
+            replays.append(batch.num_slots)
+            head._draft_rows(batch.slots, batch.rows, K)
+
+    monkeypatch.setattr(head._recorded, "fitting", lambda num_slots, num_tokens: Padded)
+    found, expected = recorded(ahead), recorded(step_by_step)
+    assert_same(run(ahead, long_work()), run(step_by_step, long_work()))
+    assert_same_drafts(found, expected)
+    assert set(replays) == {9}
 
 
 @pytest.mark.parametrize("method", HEADS)

@@ -47,8 +47,11 @@ class SlotHead:
         self._recorded = RecordedDrafts(self._draft_rows)
 
     def record(self, shapes: Sequence[tuple[int, int]]) -> None:
-        """See `Proposer.attach_slots`."""
+        """See `Proposer.attach_slots`. What is not recorded is run once: its kernels are compiled then."""
         self._recorded.record(self._slots, shapes)
+        for width in {1, *(1 + num_tokens for _, num_tokens in shapes)}:
+            for size in (1, 2):  # kernels for pointers that are aligned otherwise
+                self._follow_nobody(size, width)
 
     def draft(self, requests: Sequence[Request], lengths: Sequence[int]) -> None:
         """So many tokens for each request, one at least."""
@@ -81,6 +84,13 @@ class SlotHead:
         self._fill(rows.pick(next_tokens), rows.pick(states), rows.pick(rows.positions))
         ends = torch.arange(count, device=slots.device) * width + verdict[:, 0]
         self._states.index_copy_(0, slots, states[ends])
+
+    @torch.inference_mode()
+    def _follow_nobody(self, size: int, width: int) -> None:
+        batch, states = self._slots.batch([], [], size, width), self._states
+        wide = states.new_zeros(size * width, self._head.config.target_hidden_size)
+        verdict = torch.zeros(size, 2 + width, dtype=torch.int32, device=states.device)
+        self.follow(batch, batch.tables.positions[batch.slots], verdict, [wide for _ in self._head.config.taps])
 
     def follow_known(self, rows: KnownRows, verdict: Tensor | None, taps: Sequence[Tensor], block_size: int) -> None:
         """See `Proposer.follow_known`."""

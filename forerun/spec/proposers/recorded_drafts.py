@@ -1,4 +1,4 @@
-"""Drafting as CUDA graphs: a draft is many small passes, which take the host longer than the GPU."""
+"""Drafts as CUDA graphs: a chain is many small passes, which take the host longer to launch than the GPU to run."""
 
 from __future__ import annotations
 
