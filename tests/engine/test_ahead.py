@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from forerun.engine.messages import NewRequest
 from forerun.engine.slots import Slots
 from forerun.request import Request, SamplingParams
 from forerun.spec.proposer import UNKNOWN
+from forerun.spec.proposers.recorded_drafts import Recorded
 from tests.engine.test_lossless import SETTINGS, assert_same, mixed_work
 from tests.engine.test_methods import assert_idle, long_work, with_room_beside
 from tests.methods import METHODS, DraftModels, K
@@ -148,16 +150,14 @@ def test_padding_changes_no_draft(make: Make, method: str, monkeypatch: pytest.M
     (member,) = ahead.proposer.members  # type: ignore[attr-defined]
     head = member.proposer._on_slots
     replays: list[int] = []
+    padded = ahead.device_step.slots.batch([], [], 9, 1)
 
-    class Padded:
-        num_slots = 9
+    def replay() -> None:
+        replays.append(padded.num_slots)
+        head._draft_rows(padded, K)
 
-        @staticmethod
-        def replay(batch: Any) -> None:
-            replays.append(batch.num_slots)
-            head._draft_rows(batch.slots, batch.rows, K)
-
-    monkeypatch.setattr(head._recorded, "fitting", lambda num_slots, num_tokens: Padded)
+    recording = Recorded(K, padded, SimpleNamespace(replay=replay))
+    monkeypatch.setattr(head._recorded, "_recorded", [recording])
     found, expected = recorded(ahead), recorded(step_by_step)
     assert_same(run(ahead, long_work()), run(step_by_step, long_work()))
     assert_same_drafts(found, expected)
