@@ -46,7 +46,7 @@ def microseconds(work: Callable[[], object], repeats: int = 50) -> float:
 
 
 def copy_speed() -> float:
-    """Bytes a microsecond that a device copy reads, and as many that it writes."""
+    """Bytes a microsecond that a device copy reads and writes, both counted."""
     source, target = (torch.empty(1024 * MEBIBYTE, dtype=torch.uint8, device="cuda") for _ in range(2))
     return 2 * source.numel() / microseconds(lambda: target.copy_(source))
 

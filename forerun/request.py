@@ -290,6 +290,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def filters(self) -> bool:
+        """Whether tokens are left out of the distribution that is drawn from."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def num_answers(self) -> int:
         """Answers that are made: n of them are given."""
         return self.n if self.best_of is None else self.best_of

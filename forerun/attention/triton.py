@@ -192,7 +192,7 @@ class TritonAttention(ReferenceAttention):
     def begin_slots(self, batch: SlotBatch, blocks: BlockTables, into: SlotLayout | None = None) -> SlotRows:
         """into: where to write the layout; None: to new memory."""
         if into is None:
-            into = SlotLayout.new(batch.num_rows, batch.num_slots, self.cache.device)
+            into = SlotLayout.empty(batch.num_rows, batch.num_slots, self.cache.device)
         lay_out_slots(batch, blocks, self.shape.block_size, into)
         self.use(self.slot_tables(into, blocks, batch.width))
         return into.rows

@@ -26,11 +26,24 @@ class SlotLayout:
     tiles: Tensor
 
     @classmethod
+    def empty(cls, num_rows: int, num_tiles: int, device: torch.device) -> SlotLayout:
+        """For a batch of exactly so many rows: all of it is written."""
+
+        def wide() -> Tensor:
+            return torch.empty(num_rows, dtype=torch.int64, device=device)
+
+        places = torch.empty(num_rows, dtype=torch.int32, device=device)
+        tiles = torch.empty(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device)
+        return cls(wide(), wide(), wide(), wide(), places, tiles)
+
+    @classmethod
     def new(cls, num_rows: int, num_tiles: int, device: torch.device) -> SlotLayout:
-        wide = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
-        places = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-        tiles = torch.zeros(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device)
-        return cls(wide[0], wide[1], wide[2], wide[3], places, tiles)
+        """Of padding alone."""
+        layout = cls.empty(num_rows, num_tiles, device)
+        layout.places.fill_(-1)
+        for memory in (layout.token_ids, layout.positions, layout.slots, layout.output_positions, layout.tiles):
+            memory.zero_()
+        return layout
 
     @property
     def rows(self) -> SlotRows:

@@ -18,13 +18,13 @@ LISTS = (
     "--allowed-methods",
     "--allowed-headers",
 )
-NEGATABLE = ("--enable-prefix-caching", "--enable-prompt-tokens-details")  # on by themselves
+NEGATABLE = ("--async-scheduling", "--enable-prefix-caching", "--enable-prompt-tokens-details")  # on by themselves
 
 # vLLM's, by which a command line that served there is told what is missing here.
 _NAMES = """
     --additional-config --aggregate-engine-logging --all2all-backend --allow-deprecated-quantization
     --allowed-local-media-path --allowed-media-domains
-    --api-server-count --async-scheduling --attention-backend --attention-config --calculate-kv-scales
+    --api-server-count --attention-backend --attention-config --calculate-kv-scales
     --chat-template-content-format --code-revision --collect-detailed-traces --compilation-config --config-format
     --convert --cp-kv-cache-interleave-size --cpu-offload-gb --cudagraph-capture-sizes --custom-histogram-buckets
     --data-parallel-address --data-parallel-backend --data-parallel-external-lb --data-parallel-hybrid-lb
@@ -52,7 +52,7 @@ _NAMES = """
     --max-num-partial-prefills --max-parallel-loading-workers --media-io-kwargs --middleware --mm-encoder-attn-backend
     --mm-encoder-only --mm-encoder-tp-mode --mm-processor-cache-gb --mm-processor-cache-type --mm-processor-kwargs
     --mm-shm-cache-max-object-size-mb --model --model-impl --model-loader-extra-config --moe-backend --nnodes
-    --no-async-scheduling --no-enable-chunked-prefill --node-rank --num-gpu-blocks-override --num-lookahead-slots
+    --no-enable-chunked-prefill --node-rank --num-gpu-blocks-override --num-lookahead-slots
     --offload-backend --optimization-level --otlp-traces-endpoint --override-attention-dtype
     --override-generation-config --performance-mode --pipeline-parallel-size --pooler-config
     --prefill-context-parallel-size --prefix-caching-hash-algo --profiler-config --pt-load-map-location

@@ -56,8 +56,10 @@ def plan(
         ] = None,
     max_model_len: Annotated[str | None, typer.Option(
         metavar="TOKENS", help="Longest prompt plus output: 4096, 4k, 4K or auto.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most requests in one step.")] = 64,
-    max_num_batched_tokens: Annotated[str, typer.Option(metavar="TOKENS", help="Most tokens in one step.")] = "512",
+    max_num_seqs: Annotated[int | None, typer.Option(
+        help="Most requests in one step; if not given, 64, on a GPU 256.")] = None,
+    max_num_batched_tokens: Annotated[str | None, typer.Option(
+        metavar="TOKENS", help="Most tokens in one step; if not given, 512, on a GPU 8192.")] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16; fp8 is counted only.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32; on a GPU also bfloat16 and float16.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="int8; fp8 and int4 are counted only.")] = None,
@@ -80,7 +82,7 @@ def plan(
         quantization=_served("quantization", quantization, WEIGHT_BITS, notes),
         max_model_len=parse_count("--max-model-len", max_model_len),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=parse_count("--max-num-batched-tokens", max_num_batched_tokens) or 512,
+        max_num_batched_tokens=parse_count("--max-num-batched-tokens", max_num_batched_tokens),
         kv_cache_memory_bytes=parse_bytes("--kv-cache-memory", kv_cache_memory),
         gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_dtype=_served("kv_cache_dtype", kv_cache_dtype, KV_BITS, notes) or "auto",

@@ -112,8 +112,10 @@ def serve(
     tokenizer: Annotated[str | None, _engine("Where the tokenizer comes from; if not given, the model.")] = None,
     max_model_len: Annotated[
         str | None, _engine("Longest prompt plus output: 4096, 4k, 4K or auto.", metavar="TOKENS")] = None,
-    max_num_seqs: Annotated[int, _engine("Most requests in one step.")] = 64,
-    max_num_batched_tokens: Annotated[str, _engine("Most tokens in one step.", metavar="TOKENS")] = "512",
+    max_num_seqs: Annotated[int | None, _engine(
+        "Most requests in one step; if not given, 64, on a GPU 256.")] = None,
+    max_num_batched_tokens: Annotated[str | None, _engine(
+        "Most tokens in one step; if not given, 512, on a GPU 8192.", metavar="TOKENS")] = None,
     max_num_waiting: Annotated[int, _engine("Most requests that wait; one more gets HTTP 503.")] = 4096,
     restart_engine: Annotated[bool, _engine(
         "Start another engine where it dies; if not given, the server ends.", "--restart-engine")] = False,
@@ -128,6 +130,9 @@ def serve(
     block_size: Annotated[int, _engine("Tokens a KV block.")] = 16,
     enable_prefix_caching: Annotated[bool, _engine(
         "Reuse KV of prompts that begin alike.", "--enable-prefix-caching/--no-enable-prefix-caching")] = True,
+    async_scheduling: Annotated[bool | None, _engine(
+        "Launch a step before the one in flight is read; if not given, on a GPU.",
+        "--async-scheduling/--no-async-scheduling")] = None,
     dtype: Annotated[str, _engine("auto, float32; on a GPU also bfloat16 and float16.")] = "auto",
     quantization: Annotated[str | None, _engine("int8: of floating weights; if not given, as stored.")] = None,
     device: Annotated[str, _engine("cpu, cuda, or auto: a GPU where there is one.")] = "auto",
@@ -225,7 +230,7 @@ def serve(
         quantization=quantization,
         max_model_len=parse_count("--max-model-len", max_model_len),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=parse_count("--max-num-batched-tokens", max_num_batched_tokens) or 512,
+        max_num_batched_tokens=parse_count("--max-num-batched-tokens", max_num_batched_tokens),
         max_num_waiting=max_num_waiting,
         max_engine_restarts=max_engine_restarts if restart_engine else 0,
         request_timeout_s=request_timeout,
@@ -234,6 +239,7 @@ def serve(
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
+        async_scheduling=async_scheduling,
         num_threads=num_threads,
         reasoning_parser=reasoning_parser,
         logits_processors=tuple(logits_processors or ()),

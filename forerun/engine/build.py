@@ -15,7 +15,7 @@ from forerun.attention import GPU_ROW_TILE
 from forerun.attention.slots import BlockTables
 from forerun.engine import gpu
 from forerun.engine.cache import CachePool
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import EngineConfig, SettledConfig
 from forerun.engine.device import find_device
 from forerun.engine.device_step import DeviceStep
 from forerun.engine.engine import Engine
@@ -99,6 +99,7 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_num_threads(config.num_threads)
     custom = load_processors(config.logits_processors)
     device, obstacle = find_device(config.device)
+    config = config.settle(device.type != "cpu")
     check_device(config, device.type != "cpu")
     path = str(resolve_model(config.model))
     defaults = sampling_defaults(config.generation_config, path)
@@ -112,17 +113,22 @@ def build_engine(config: EngineConfig) -> Engine:
     structured = StructuredProcessor(target.tokenizer, set(target.eos_token_ids), reasoning)
     proposer = make_proposer(config.speculative_config, _target_info(config, target, kv_dtype, structured))
 
-    caches = _size_caches(config, target, kv_dtype, proposer, plan)
+    records = device.type != "cpu" and cuda.available() and proposer.serves_slots
+    draft_shapes = gpu.draft_shapes(config) if records else []
+    caches = _size_caches(config, target, kv_dtype, proposer, plan, draft_shapes)
     memory = new_memory(caches.pool.num_bytes, device)
     proposer.attach_all(memory, caches.pool.num_target_blocks)
     alone = len(caches.pool.groups) == 1
     paged = PagedModel.over(target.model, memory, kv_dtype, config.block_size, alone=alone)
     notes = [*_defaults_note(defaults), *head_notes, *proposer.notes]
     blocks = _block_tables(config, caches, device)
+    recording = gpu.Recording(device, gpu.num_graphs(config, target.model) + len(draft_shapes))
     if device.type != "cpu":
-        paged, line = gpu.record(paged, config, blocks[0], proposer.hidden_taps)
-        notes = [line, *notes] if line else notes
+        paged = gpu.record(paged, config, blocks[0], proposer.hidden_taps)
     device_step, why_not = _device_step(config, paged, blocks, proposer)
+    if device_step is not None:
+        proposer.attach_slots(device_step.slots, draft_shapes)
+    notes = [*recording.lines(), *notes]
     if why_not:
         notes.append(f"Each step waits for the one before: {why_not}")
     if obstacle is not None:
@@ -150,7 +156,7 @@ def build_engine(config: EngineConfig) -> Engine:
     )
 
 
-def _block_tables(config: EngineConfig, caches: Caches, device: torch.device) -> list[BlockTables]:
+def _block_tables(config: SettledConfig, caches: Caches, device: torch.device) -> list[BlockTables]:
     """Of each group, for what a request may ever hold, and room for a pass that the host lays out."""
     longest = caches.max_model_len + 2 * gpu.most_rows_a_request(config)  # drafts may begin at the last position
     num_blocks = -(-longest // config.block_size)
@@ -163,7 +169,7 @@ def _block_tables(config: EngineConfig, caches: Caches, device: torch.device) ->
 
 
 def _device_step(
-    config: EngineConfig, paged: PagedModel, blocks: Sequence[BlockTables], proposer: FirstOf
+    config: SettledConfig, paged: PagedModel, blocks: Sequence[BlockTables], proposer: FirstOf
 ) -> tuple[DeviceStep | None, str]:
     """What launches steps whose verdict the host need not wait for; or None, and why not where a user might ask."""
     spec = config.speculative_config
@@ -213,7 +219,7 @@ def _defaults_note(defaults: Mapping[str, Any]) -> list[str]:
     return [f"Sampling values where a request gives none: {values} (--generation-config vllm: without them)"]
 
 
-def _complete(config: EngineConfig, target: DecoderConfig) -> tuple[EngineConfig, Sequence[str]]:
+def _complete(config: SettledConfig, target: DecoderConfig) -> tuple[SettledConfig, Sequence[str]]:
     """The settings with what the headers of draft heads say, and lines for the log."""
     if config.speculative_config is None:
         return config, ()
@@ -221,13 +227,14 @@ def _complete(config: EngineConfig, target: DecoderConfig) -> tuple[EngineConfig
     return dataclasses.replace(config, speculative_config=speculative_config), notes
 
 
-def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype, constraint: Constraint) -> TargetInfo:
+def _target_info(config: SettledConfig, target: Target, kv_dtype: torch.dtype, constraint: Constraint) -> TargetInfo:
     return TargetInfo(
         name=config.model,
         model=target.model,
         tokenizer=target.tokenizer,
         max_model_len=config.max_model_len or target.config.max_position_embeddings,
         block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_dtype=kv_dtype,
         packed=target.packed,
@@ -235,7 +242,7 @@ def _target_info(config: EngineConfig, target: Target, kv_dtype: torch.dtype, co
     )
 
 
-def _check_budget(config: EngineConfig, device: torch.device) -> None:
+def _check_budget(config: SettledConfig, device: torch.device) -> None:
     """Fail, before weights load, where more memory is asked for than is free."""
     if device.type == "cpu":
         kv_cache_bytes(config.kv_cache_memory_bytes)
@@ -243,7 +250,7 @@ def _check_budget(config: EngineConfig, device: torch.device) -> None:
         gpu.check_budget(config, device)
 
 
-def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig, device: torch.device) -> Target:
+def _load_target(config: SettledConfig, path: str, model_config: DecoderConfig, device: torch.device) -> Target:
     started = time.perf_counter()
     tokenizer = load_tokenizer(path, config.tokenizer)
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -260,7 +267,7 @@ def _load_target(config: EngineConfig, path: str, model_config: DecoderConfig, d
 
 
 def _info(
-    config: EngineConfig, target: Target, caches: Caches, defaults: dict[str, Any], notes: Sequence[str]
+    config: SettledConfig, target: Target, caches: Caches, defaults: dict[str, Any], notes: Sequence[str]
 ) -> EngineInfo:
     spec = config.speculative_config
     num_blocks = caches.pool.num_target_blocks
@@ -297,7 +304,7 @@ def _info(
     )
 
 
-def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
+def _warnings(config: SettledConfig, model: Decoder) -> list[str]:
     """What works, but not as well as one might expect."""
     warnings = []
     if config.max_num_batched_tokens < config.max_num_seqs:
@@ -322,7 +329,14 @@ def _warnings(config: EngineConfig, model: Decoder) -> list[str]:
     return warnings
 
 
-def _size_caches(config: EngineConfig, target: Target, kv_dtype: torch.dtype, proposer: FirstOf, plan: Plan) -> Caches:
+def _size_caches(
+    config: SettledConfig,
+    target: Target,
+    kv_dtype: torch.dtype,
+    proposer: FirstOf,
+    plan: Plan,
+    draft_shapes: Sequence[tuple[int, int]],
+) -> Caches:
     block_bytes = attention_spec(target.config, config.block_size).shape.block_bytes(kv_dtype.itemsize)
     groups = CacheGroups(
         config.block_size, (GroupSpec("target", block_bytes), *proposer.own_groups, *proposer.groups_beside)
@@ -330,7 +344,7 @@ def _size_caches(config: EngineConfig, target: Target, kv_dtype: torch.dtype, pr
     if target.model.device.type == "cpu":
         cache_bytes = kv_cache_bytes(config.kv_cache_memory_bytes)
     else:
-        cache_bytes = gpu.cache_bytes(config, target.model, kv_dtype, proposer.hidden_taps)
+        cache_bytes = gpu.cache_bytes(config, target.model, kv_dtype, proposer.hidden_taps, draft_shapes)
     max_model_len = check_fit(config, plan, groups, cache_bytes)
     pool = CachePool(groups.own, cache_bytes, groups.beside_bytes)
     num_bytes = pool.num_bytes + pool.num_target_blocks * groups.beside_bytes

@@ -316,7 +316,7 @@ class EngineClient:
         """
         if (trouble := self._closing or self._trouble) is not None:
             raise type(trouble)(*trouble.args)
-        seats, queue = self.config.max_num_seqs, self.config.max_num_waiting
+        seats, queue = self.info.max_num_seqs, self.config.max_num_waiting
         if number > seats + queue:
             self._rejected("too_many_prompts", number)
             raise RequestError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from forerun.errors import ConfigError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 THREADS_A_CORE = 4  # more only fight each other
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+STEP_LIMITS = {"max_num_seqs": (64, 256), "max_num_batched_tokens": (512, 8192)}  # on a CPU, on a GPU
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
 COUNTS = (
     "max_model_len",
@@ -43,8 +44,9 @@ class EngineConfig:
             "bfloat16" and "float16" (these two on a GPU only) with dequantised ones.
         quantization: "int8" makes int8 of floating weights at load, on a CPU only; None: as they are stored.
         max_model_len: longest prompt plus output, tokens; None: the model's own, cut to what the KV cache holds.
-        max_num_seqs: most requests in one step.
+        max_num_seqs: most requests in one step; None: 64, on a GPU 256.
         max_num_batched_tokens: most tokens in one step, drafted ones included; longer prompts are computed in chunks.
+            None: 512, on a GPU 8192.
         max_num_waiting: most requests that wait in a server; one more is refused.
         max_engine_restarts: most times in a row that a server starts another engine in the place of one that died; 0:
             none, and the server ends.
@@ -76,8 +78,8 @@ class EngineConfig:
     dtype: str = "auto"
     quantization: str | None = None
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     max_num_waiting: int = 4096
     max_engine_restarts: int = 0
     request_timeout_s: float | None = None
@@ -108,8 +110,6 @@ class EngineConfig:
         for name, known in (("device", DEVICES), ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not served: use {', '.join(known)}")
-        if self.reasoning_parser is not None:
-            reasoning_format(self.reasoning_parser)
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
@@ -120,3 +120,18 @@ class EngineConfig:
             raise ConfigError(f"quantization={self.quantization!r} is not served: use 'int8' or leave it out")
         if self.quantization is not None and self.dtype != "auto":
             raise ConfigError(f"quantization='int8' and dtype={self.dtype!r} exclude each other: leave one out")
+
+    def settle(self, on_gpu: bool) -> SettledConfig:
+        """With what depends on the device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, limits in STEP_LIMITS.items():
+            values[name] = limits[on_gpu] if values[name] is None else values[name]
+        return SettledConfig(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettledConfig(EngineConfig):
+    """Settings for a device that is known."""
+
+    max_num_seqs: int = STEP_LIMITS["max_num_seqs"][False]
+    max_num_batched_tokens: int = STEP_LIMITS["max_num_batched_tokens"][False]

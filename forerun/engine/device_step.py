@@ -107,12 +107,16 @@ class DeviceStep:
         rows, output = self.target.forward_slots(batch, self.slots.blocks[0], self.taps)
         num_rows = len(counts) * width
         logits = self.target.model.logits(output.hidden[:num_rows], None)
-        drawn = draw_rows(logits, rows.slots[:num_rows], rows.output_positions[:num_rows], self.slots.params)
+        drawn = self._draw(scheduled, logits, rows.slots[:num_rows], rows.output_positions[:num_rows])
         before = batch.tables.positions[batch.slots]
         verdict = self._judge(batch, len(counts), drawn.view(-1, width))
         if self.proposer is not None:
             self.proposer.follow_slots(batch, before, verdict, output.taps)
         return verdict
+
+    def _draw(self, scheduled: Sequence[ScheduledRequest], logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        filtered = any(s.request.params.filters for s in scheduled)
+        return draw_rows(logits, slots, positions, self.slots.params, filtered=filtered)
 
     def _judge(self, batch: SlotBatch, count: int, drawn: Tensor) -> Tensor:
         tables, slots = batch.tables, batch.slots[:count]
@@ -135,7 +139,7 @@ class DeviceStep:
             positions = [s.request.num_output_tokens for s in sampled]
             logits = self.target.logits(output, ends)
             decides = upload(positions, torch.int64, logits.device)
-            drawn = draw_rows(logits, batch.slots, decides, self.slots.params)
+            drawn = self._draw(sampled, logits, batch.slots, decides)
             verdict = self._judge(batch, len(sampled), drawn.view(-1, 1))
         if self.proposer is not None:
             self.proposer.follow_known(

@@ -169,7 +169,9 @@ class Engine:
 
     def _runs_ahead(self) -> bool:
         """Whether the next step can be launched before the one in flight is read."""
-        if self.device_step is None or self._on_host:
+        if self.device_step is None:
+            return False
+        if self._on_host and any(r.request_id in self._on_host for r in self.scheduler.next_requests):
             return False
         return self._flight is None or self.scheduler.can_run_ahead()
 

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from forerun.engine import gpu
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import EngineConfig, SettledConfig
 from forerun.errors import ConfigError
 from forerun.kernels import native
 from forerun.memory.budget import GPU_UTILIZATION, MIB, fit_model_len
@@ -92,7 +92,7 @@ class Served:
     sizes: Sizes
     form: Form
     kv_bytes: float  # of a value in the cache
-    config: EngineConfig
+    config: SettledConfig
     counted: Counted
 
     @property
@@ -144,6 +144,7 @@ def footprint(config: EngineConfig, machine: Machine, counted: Counted = NOTHING
         ConfigError: as `build_engine`, as far as configs and headers tell.
     """
     on_gpu = machine.device == "GPU"
+    config = config.settle(on_gpu)
     check_device(config, on_gpu)
     path = resolve_model(config.model, weights=counted.weights)
     form = weights_form(config, path, on_gpu)
@@ -190,7 +191,9 @@ def _kept(served: Served, parts: Mapping[str, Part], on_gpu: bool) -> dict[str, 
     passes += [pass_bytes(draft, rows, min(rows, config.max_num_seqs), element_bytes) for draft in drafts]
     kept = {"activations": max(passes) + rows * sum(part.states for part in parts.values()) * element_bytes}
     if on_gpu:
-        kept["graphs"] = GRAPH_BYTES * len(gpu.shapes_to_record(config, decoder))
+        recorded = gpu.draft_shapes(config) if _chains_from_a_head(config) else []
+        target_bytes = GRAPH_BYTES * len(gpu.shapes_to_record(config, decoder))
+        kept["graphs"] = target_bytes + gpu.draft_graph_bytes(recorded, decoder)
         kept["context"] = gpu.CONTEXT_BYTES
     models = (decoder, *drafts)
     kept["rope tables"] = sum(rope_bytes(model, served.max_model_len, element_bytes) for model in models)
@@ -198,6 +201,12 @@ def _kept(served: Served, parts: Mapping[str, Part], on_gpu: bool) -> dict[str, 
         for name, size in part.kept.items():
             kept[name] = kept.get(name, 0) + size
     return kept
+
+
+def _chains_from_a_head(config: EngineConfig) -> bool:
+    """Whether drafts are recorded too, as far as the configuration alone tells."""
+    methods = config.speculative_config.methods if config.speculative_config else ()
+    return len(methods) == 1 and methods[0].method in HEADS and methods[0].spec_tree is None
 
 
 # -- proposers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +11,10 @@ import torch
 
 from forerun.attention import GPU_ROW_TILE, Segment
 from forerun.attention.slots import BlockTables
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import SettledConfig
 from forerun.kernels import cuda
 from forerun.memory.budget import GIB, GpuMemory, gpu_allowance, gpu_cache_bytes
-from forerun.memory.passes import GRAPH_BYTES, graph_shapes
+from forerun.memory.passes import GRAPH_BYTES, LOGIT_BYTES, graph_shapes
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder, Tap, attention_spec
 from forerun.models.loading import read_metadata
@@ -31,7 +33,7 @@ def model_dtype(wanted: str, path: str) -> torch.dtype:
     return torch.float16 if stored == "float16" else torch.bfloat16
 
 
-def check_budget(config: EngineConfig, device: torch.device) -> None:
+def check_budget(config: SettledConfig, device: torch.device) -> None:
     """Fail, before weights load, where more memory is asked for than is free.
 
     Raises:
@@ -44,20 +46,29 @@ def check_budget(config: EngineConfig, device: torch.device) -> None:
         gpu_allowance(GpuMemory(total, free), config.gpu_memory_utilization)
 
 
-def cache_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
+def cache_bytes(
+    config: SettledConfig,
+    model: Decoder,
+    kv_dtype: torch.dtype,
+    taps: Sequence[Tap],
+    drafts: Sequence[tuple[int, int]] = (),
+) -> int:
     """What is left for caches once weights are loaded.
 
+    Args:
+        drafts: `draft_shapes` that will be recorded.
     Raises:
         ConfigError: nothing is, or less than was asked for.
     """
     pass_bytes = _pass_bytes(config, model, kv_dtype, taps)
     free, total = torch.cuda.mem_get_info(model.device)
-    memory = GpuMemory(total, free, pass_bytes, GRAPH_BYTES * _num_graphs(config, model))
+    graph_bytes = GRAPH_BYTES * num_graphs(config, model) + draft_graph_bytes(drafts, model.config)
+    memory = GpuMemory(total, free, pass_bytes, graph_bytes)
     return gpu_cache_bytes(config.kv_cache_memory_bytes, memory, config.gpu_memory_utilization)
 
 
 @torch.inference_mode()
-def _pass_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
+def _pass_bytes(config: SettledConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
     """Memory that the largest pass takes: all rows of a step, logits where requests end."""
     spec = attention_spec(model.config, config.block_size)
     blocks = list(range(-(-SEGMENT_ROWS // config.block_size)))
@@ -75,38 +86,78 @@ def _pass_bytes(config: EngineConfig, model: Decoder, kv_dtype: torch.dtype, tap
     return peak
 
 
-def logit_rows(config: EngineConfig) -> int:
+def logit_rows(config: SettledConfig) -> int:
     """Most rows of a pass that get logits."""
     return min(config.max_num_batched_tokens, config.max_num_seqs * _rows_a_request(config)[-1])
 
 
-def shapes_to_record(config: EngineConfig, model: DecoderConfig) -> list[tuple[int, int]]:
+def shapes_to_record(config: SettledConfig, model: DecoderConfig) -> list[tuple[int, int]]:
     """Of the passes that graphs are recorded for, where there is Triton."""
     if any(model.has_experts(layer) for layer in range(model.num_layers)):
         return []  # which experts run is decided on the host
     return graph_shapes(config.max_num_seqs, _rows_a_request(config), GPU_ROW_TILE)
 
 
-def _rows_a_request(config: EngineConfig) -> tuple[int, ...]:
+def _rows_a_request(config: SettledConfig) -> tuple[int, ...]:
     """Rows that a request usually has in a step: one, and with drafts one more than their tokens."""
     spec = config.speculative_config
     return (1, 1 + spec.num_speculative_tokens) if spec else (1,)
 
 
-def _num_graphs(config: EngineConfig, model: Decoder) -> int:
-    return len(shapes_to_record(config, model.config)) if cuda.available() else 0
+def num_graphs(config: SettledConfig, model: Decoder) -> int:
+    """Of the target's passes."""
+    return len(shapes_to_record(config, model.config)) if model.device.type != "cpu" and cuda.available() else 0
 
 
-def most_rows_a_request(config: EngineConfig) -> int:
+def most_rows_a_request(config: SettledConfig) -> int:
     """In a step that decodes."""
     return max(_rows_a_request(config))
 
 
-def record(paged: PagedModel, config: EngineConfig, blocks: BlockTables, taps: Sequence[Tap]) -> tuple[PagedModel, str]:
-    """The model with graphs for its usual passes, and the line that says what they took; "" where it can have none."""
+def draft_shapes(config: SettledConfig) -> list[tuple[int, int]]:
+    """(requests, tokens of each) of the drafts that graphs are worth recording for: each K that there may be."""
+    spec = config.speculative_config
+    if spec is None or config.async_scheduling is False:
+        return []
+    table = spec.num_speculative_tokens_per_batch_size or ()
+    lengths = {spec.num_speculative_tokens, *(length for _, _, length in table)} - {0}
+    sizes = [num_seqs for num_seqs, _ in graph_shapes(config.max_num_seqs, (1,), GPU_ROW_TILE)]
+    return list(itertools.product(sizes, sorted(lengths)))
+
+
+def draft_graph_bytes(shapes: Sequence[tuple[int, int]], target: DecoderConfig) -> int:
+    """Of their graphs, with the logits of the largest, which share their memory."""
+    most = max((num_requests for num_requests, _ in shapes), default=0)
+    return GRAPH_BYTES * len(shapes) + most * target.vocab_size * LOGIT_BYTES
+
+
+class Recording:
+    """What so many graphs take, recorded from here on."""
+
+    def __init__(self, device: torch.device, num_graphs: int) -> None:
+        self._device = device
+        self._num_graphs = num_graphs
+        self._started = time.perf_counter()
+        self._free = self._free_bytes()
+
+    def lines(self) -> list[str]:
+        """For the log; [] where there is nothing to record."""
+        free = self._free_bytes()  # waits
+        seconds, gib = time.perf_counter() - self._started, (self._free - free) / GIB
+        return [f"Graph capturing finished in {seconds:.0f} secs, took {gib:.2f} GiB"] if self._num_graphs else []
+
+    def _free_bytes(self) -> int:
+        if not self._num_graphs:
+            return 0
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.mem_get_info(self._device)[0]
+
+
+def record(paged: PagedModel, config: SettledConfig, blocks: BlockTables, taps: Sequence[Tap]) -> PagedModel:
+    """The model with graphs for its usual passes; as it is where it can have none."""
     model = paged.model
-    if not isinstance(model, Decoder) or not _num_graphs(config, model):
-        return paged, ""
+    if not isinstance(model, Decoder) or not num_graphs(config, model):
+        return paged
     from forerun.attention.triton import TritonAttention
     from forerun.models.graphs import GraphedModel
 
@@ -115,8 +166,7 @@ def record(paged: PagedModel, config: EngineConfig, blocks: BlockTables, taps: S
     spec = config.speculative_config
     trees = spec is not None and any(method.spec_tree is not None for method in spec.methods)
     graphed.record(shapes_to_record(config, model.config), blocks, taps, trees=trees)
-    seconds, gib = graphed.record_time_s, graphed.record_bytes / GIB
-    return graphed, f"Graph capturing finished in {seconds:.0f} secs, took {gib:.2f} GiB"
+    return graphed
 
 
 def warnings() -> list[str]:

@@ -10,6 +10,7 @@ of that. Nobody is preempted then.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,6 +112,11 @@ class Scheduler:
         """Requests whose prompt is computed: each has one known token left to compute and may draft."""
         return [r for r in self.running if r.decoding]
 
+    @property
+    def next_requests(self) -> list[Request]:
+        """All that may have a part in the next step: those that run, and as many in the queue as there are places."""
+        return [*self.running, *itertools.islice(self.waiting, self.max_num_seqs - len(self.running))]
+
     # -- the calls of a step
 
     def can_run_ahead(self) -> bool:
@@ -131,9 +137,7 @@ class Scheduler:
         """
         self._preempted = False
         for request in self._ready():
-            if (
-                self._blocks_missing(request, request.most_tokens) and request in self.running
-            ):  # not preempted meanwhile
+            if self._blocks_missing(request, request.most_tokens) and request in self.running:  # not preempted since
                 self._make_room(request, request.most_tokens)
         decoding = self._ready()
         budget = self._draft_budget(len(decoding))

@@ -37,7 +37,8 @@ class Slots:
         self.tables = SlotTables.new(blocks[0].num_slots - 1, num_drafted, device)
         self.params = torch.zeros(blocks[0].num_slots, PARAM_FIELDS, dtype=torch.int32, device=device)
         self._device = device
-        self._known: dict[int, Request] = {}  # requests whose rows are true, by slot
+        # By slot, the request whose rows are true, and its preemptions: one that comes back may have gone on elsewhere.
+        self._known: dict[int, tuple[Request, int]] = {}
         self._held: list[dict[int, list[int]]] = [{} for _ in blocks]  # blocks that the device knows of, by slot
 
     def leave(self, plan: Plan) -> None:
@@ -47,7 +48,7 @@ class Slots:
 
     def update(self, requests: Sequence[Request]) -> None:
         """Before requests are computed from the tables: what they lack."""
-        stale = [r for r in requests if self._known.get(r.slot) is not r]
+        stale = [r for r in requests if self._known.get(r.slot) != (r, r.num_preemptions)]
         if stale:
             rows = [_row(request) for request in stale]
             numbers = upload(rows, torch.int32, self._device)
@@ -58,7 +59,7 @@ class Slots:
             tables.first_positions.index_copy_(0, slots, numbers[:, 3])
             self.params.index_copy_(0, slots, numbers[:, 4:])
             for request in stale:
-                self._known[request.slot] = request
+                self._known[request.slot] = request, request.num_preemptions
                 for held in self._held:
                     held.pop(request.slot, None)
         for place, blocks in enumerate(self.blocks):

@@ -296,7 +296,7 @@ def _score(value, token, position, choice, seed_low, seed_high):
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "floors"])
 def _best_of_parts(
     logits, slots, positions, records, floors, scores, tokens, stride, fields, parts,
-    WIDTH: tl.constexpr, NEAR: tl.constexpr, COUNTERS: tl.constexpr,
+    WIDTH: tl.constexpr, FILTERED: tl.constexpr, NEAR: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row the best score, and the first token that has it: the row's width where no token can be
     drawn, -1 where there is an entry that is not a number or infinite.
@@ -307,7 +307,7 @@ def _best_of_parts(
     number, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + number).to(tl.int64)
     temperature = _real(records, slot, fields, 0)
-    floor = tl.load(floors + number)
+    floor = tl.load(floors + number) if FILTERED else float("-inf")
     columns = part * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     values = tl.load(logits + number * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
@@ -353,12 +353,12 @@ def _join(scores, tokens, drawn, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     tl.store(drawn + number, tl.where(whole, token, -1).to(tl.int64))
 
 
-def _launch_floors(logits: Tensor, slots: Tensor, records: Tensor) -> Tensor:
+def _launch_floors(logits: Tensor, slots: Tensor, params: Tensor) -> Tensor:
     """[R] float32, the floor of each row; minus infinity where nothing is left out."""
     num_rows, width = logits.shape
     parts = triton.cdiv(width, PART)
     spans = min(parts, triton.cdiv(PROGRAMS, num_rows))
-    device, stride, fields = logits.device, logits.stride(0), records.stride(0)
+    device, stride, fields = logits.device, logits.stride(0), params.stride(0)
     floors, sums, maxima, bounds, found = (
         torch.empty(num_rows, size, dtype=torch.float32, device=device)
         for size in (1, parts, parts * GROUPS, 3, parts * ROOM)
@@ -370,31 +370,31 @@ def _launch_floors(logits: Tensor, slots: Tensor, records: Tensor) -> Tensor:
         "num_warps": 16,
     }  # fmt: skip
     _scan_groups[(num_rows, spans)](
-        logits, slots, records, maxima, sums, stride, fields, spans, **of_row, PART=PART, GROUPS=GROUPS, num_warps=8
+        logits, slots, params, maxima, sums, stride, fields, spans, **of_row, PART=PART, GROUPS=GROUPS, num_warps=8
     )
-    _find_bounds[(num_rows,)](slots, records, maxima, sums, bounds, fields, **of_row, GROUPS=GROUPS, **of_search)
+    _find_bounds[(num_rows,)](slots, params, maxima, sums, bounds, fields, **of_row, GROUPS=GROUPS, **of_search)
     _collect[(num_rows, spans)](
-        logits, slots, records, bounds, counts, found, stride, fields, spans, **of_row, PART=PART, ROOM=ROOM, num_warps=8
+        logits, slots, params, bounds, counts, found, stride, fields, spans, **of_row, PART=PART, ROOM=ROOM, num_warps=8
     )
     _find_floors[(num_rows,)](
-        logits, slots, records, bounds, counts, found, floors, stride, fields, **of_row, ROOM=ROOM, **of_search
+        logits, slots, params, bounds, counts, found, floors, stride, fields, **of_row, ROOM=ROOM, **of_search
     )
     return floors
 
 
-def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, records: Tensor) -> Tensor:
-    """As `slots.draw_rows`: six launches, of which rows without min-p, top-k and top-p leave four at once."""
+def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor, *, filtered: bool = True) -> Tensor:
+    """As `slots.draw_rows`: six launches, or two where nothing is filtered out."""
     num_rows, width = logits.shape
     drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return drawn
-    floors = _launch_floors(logits, slots, records)
+    floors = _launch_floors(logits, slots, params) if filtered else logits  # which is not looked at then
     parts = triton.cdiv(width, DRAW_BLOCK)
     scores = torch.empty(num_rows, parts, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
     _best_of_parts[(num_rows, parts)](
-        logits, slots, positions, records, floors, scores, tokens, logits.stride(0), records.stride(0), parts,
-        WIDTH=width, NEAR=NEAR, COUNTERS=DRAW_BLOCK // 4, num_warps=4,
+        logits, slots, positions, params, floors, scores, tokens, logits.stride(0), params.stride(0), parts,
+        WIDTH=width, FILTERED=filtered, NEAR=NEAR, COUNTERS=DRAW_BLOCK // 4, num_warps=4,
     )  # fmt: skip
     _join[(num_rows,)](scores, tokens, drawn, parts, WIDTH=width, BLOCK=triton.next_power_of_2(parts), num_warps=1)
     return drawn
@@ -467,7 +467,7 @@ def judge(
     slots: Tensor,
     positions: Tensor,
     last: Tensor,
-    records: Tensor,
+    params: Tensor,
     rates: Tensor | None = None,
 ) -> Tensor:
     """As `slots.judge`: one launch."""
@@ -476,8 +476,8 @@ def judge(
     if num_requests == 0:
         return verdict
     _judge[(num_requests,)](
-        drawn, drafted, num_rows, slots, positions, last, records, records if rates is None else rates, verdict,
-        places, drawn.stride(0), drafted.stride(0), last.stride(0), records.stride(0),
+        drawn, drafted, num_rows, slots, positions, last, params, params if rates is None else rates, verdict,
+        places, drawn.stride(0), drafted.stride(0), last.stride(0), params.stride(0),
         BY_CHANCE=rates is not None, BLOCK=triton.next_power_of_2(places), num_warps=1,
     )  # fmt: skip
     return verdict

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,16 +37,10 @@ class Recorded:
 
 
 class GraphedModel(PagedModel):
-    """A PagedModel that replays a recorded graph where one fits the step, padded with rows that nobody reads.
-
-    Attributes:
-        record_time_s, record_bytes: what recording took.
-    """
+    """A PagedModel that replays a recorded graph where one fits the step, padded with rows that nobody reads."""
 
     def __init__(self, model: Model, attention: TritonAttention, block_size: int) -> None:
         super().__init__(model, attention, block_size)
-        self.record_time_s = 0.0
-        self.record_bytes = 0
         self._paged_attention = attention
         self._graphs: list[Recorded] = []
         self._taps: tuple[Tap, ...] = ()
@@ -64,7 +57,6 @@ class GraphedModel(PagedModel):
             taps: what every pass must return.
             trees: whether drafts may be trees.
         """
-        started, free_before = time.perf_counter(), torch.cuda.mem_get_info()[0]
         self._taps = tuple(taps)
         self._blocks = blocks
         self._paths = trees
@@ -75,9 +67,6 @@ class GraphedModel(PagedModel):
         for num_tiles, num_rows in sorted(shapes, key=lambda shape: -shape[0] * shape[1]):
             self._graphs.append(self._record(num_tiles, num_rows, pool))
         self._graphs.sort(key=lambda recorded: (recorded.rows, recorded.num_tiles))
-        torch.cuda.synchronize()
-        self.record_time_s = time.perf_counter() - started
-        self.record_bytes = free_before - torch.cuda.mem_get_info()[0]
 
     def _record(self, num_tiles: int, rows: int, pool: Any) -> Recorded:
         layout = self._layout.first(num_tiles * rows, num_tiles)

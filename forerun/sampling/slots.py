@@ -38,7 +38,7 @@ def pack_params(params: SamplingParams, seed: int, choice: int, num_prompt_token
     return list(struct.unpack("=8i", struct.pack("=3f5I", *reals, *whole)))
 
 
-def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) -> Tensor:
+def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor, *, filtered: bool = True) -> Tensor:
     """The token of each row: for greedy ones the first of the largest logits, for others what
     `draw(processed_logprobs(logits), ...)` gives.
 
@@ -51,12 +51,13 @@ def draw_rows(logits: Tensor, slots: Tensor, positions: Tensor, params: Tensor) 
         slots: [R] int64, the row of `params` that each row is drawn with; each exists, those of padding too.
         positions: [R] int64, the output position that each row decides.
         params: [S, PARAM_FIELDS] int32, rows as `pack_params` gives them.
+        filtered: whether a row may have min-p, top-k or top-p; without, searches for what they leave are not launched.
     Returns:
         [R] int64. -1 where a row cannot be drawn from: it holds NaN, or its largest logit (divided by the temperature)
         is not finite.
     """
     if cuda.serves(logits):
-        drawn: Tensor = cuda.sampling_ops().draw_rows(logits, slots, positions, params)
+        drawn: Tensor = cuda.sampling_ops().draw_rows(logits, slots, positions, params, filtered=filtered)
         return drawn
     return plain_draw_rows(logits, slots, positions, params)
 

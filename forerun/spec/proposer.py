@@ -151,7 +151,7 @@ class TargetInfo:
         model, tokenizer: the target's.
         max_model_len: longest request, tokens.
         block_size: tokens a cache block.
-        max_num_batched_tokens: most rows of a step.
+        max_num_seqs, max_num_batched_tokens: most requests, and most rows, of a step.
         kv_dtype: of the target's keys and values.
         packed: whether weights stay as the checkpoint stores them.
         constraint: what is known of requests' texts beforehand; None: nothing.
@@ -162,6 +162,7 @@ class TargetInfo:
     tokenizer: Tokenizer
     max_model_len: int
     block_size: int
+    max_num_seqs: int
     max_num_batched_tokens: int
     kv_dtype: torch.dtype
     packed: bool
@@ -232,7 +233,12 @@ class Proposer(Protocol):
         return None
 
     serves_slots: bool = False
-    """Whether it can also draft and follow by tables on the device, without a wait of the host: the three below."""
+    """Whether it can also draft and follow by tables on the device, without a wait of the host: by the four below."""
+
+    def attach_slots(self, slots: Slots, shapes: Sequence[tuple[int, int]]) -> None:
+        """Called once, before the first step, where steps are launched ahead. shapes: (requests, tokens of each) of the
+        drafts that are worth a CUDA graph; () where there are none."""
+        return None
 
     def draft_slots(self, slots: Slots, grant: Grant) -> Draft:
         """As `propose`, into `slots.tables.drafted`: the drafts returned hold `UNKNOWN` for each token. The slots of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from forerun.errors import ConfigError
 from forerun.kernels import cuda
 from forerun.models import paged
 from forerun.request import SamplingParams
+from tests.engine.test_ahead import launched_ahead, recorded
 from tests.engine.test_lossless import mixed_work
 from tests.gpu.flips import assert_near_ties_only, with_logprobs
 from tests.methods import METHODS, DraftModels
 from tests.models.heads.tiny_heads import eagle, eagle3, save
 from tests.models.tiny import FAMILIES
-from tests.tiny_engine import NGRAM, Result, make_engine, run, save_tiny_target
+from tests.tiny_engine import NGRAM, Result, make_engine, prompts, run, save_tiny_target
 from tests.tiny_tokenizer import VOCAB_SIZE
 
 pytest.importorskip("triton")
@@ -31,7 +33,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no usable
 
 FLOAT32: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
 NEAR_TIE = 1e-3  # of logits around 10 in float32, summed in another order
-WORK = with_logprobs(mixed_work())
+WORK = with_logprobs(mixed_work())  # of which the host has to see each step
+QUIET = [(prompt, dataclasses.replace(params, logprobs=None)) for prompt, params in WORK]  # it need not
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"method": "eagle", "num_speculative_tokens": 4},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 4},
@@ -53,9 +56,9 @@ def reference(tiny_model: Path) -> list[Result]:
 
 
 def check(engine: Any, expected: list[Result], name: str) -> None:
-    """Twice: the second time from the prefix cache."""
-    for _ in range(2):
-        assert_near_ties_only(run(engine, WORK), expected, WORK, NEAR_TIE, name)
+    """Thrice: from the second time on from the prefix cache, and step ahead of step where it can."""
+    for work in (WORK, QUIET, QUIET):
+        assert_near_ties_only(run(engine, work), expected, WORK, NEAR_TIE, name)
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
@@ -86,8 +89,34 @@ def test_heads_that_guess_wrong_change_nothing(
     made = eagle(**sizes) if name == "eagle" else eagle3(**sizes, **states)
     spec = HEADS[name] | {"model": str(save(tmp_path, *made))}
     engine = make_engine(tiny_model, spec, **FLOAT32)
+    assert (engine.device_step is None) == name.endswith("tree")
     check(engine, reference, name)
     assert engine.stats().spec.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+def test_heads_draft_ahead_what_they_draft_step_by_step(tiny_model: Path, draft_models: DraftModels, name: str) -> None:
+    """From graphs, and as much of it stands. Near ties, and the last tokens before a text's end, may differ."""
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    work = [(prompt, params) for prompt in prompts(5, seed=3)]
+    ahead, step_by_step = (
+        make_engine(tiny_model, METHODS[name](draft_models), async_scheduling=wanted, **FLOAT32)
+        for wanted in (None, False)
+    )
+    assert ahead.device_step is not None
+    (member,) = ahead.proposer.members  # type: ignore[attr-defined]
+    graphs = member.proposer._on_slots._recorded
+    assert graphs.fitting(len(work), 4) is not None
+    seen, found, expected = launched_ahead(ahead), recorded(ahead), recorded(step_by_step)
+    run(ahead, work)
+    run(step_by_step, work)
+    assert sum(seen) > 0.9 * len(seen)
+    common = found.keys() & expected.keys()
+    assert len(common) > 0.9 * len(expected)
+    assert sum(found[key] == expected[key] for key in common) > 0.9 * len(common)
+    accepted, wanted = ahead.stats().spec.num_accepted_tokens, step_by_step.stats().spec.num_accepted_tokens
+    assert wanted > 0
+    assert abs(accepted - wanted) <= 0.1 * wanted
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,6 +19,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.paged import PagedModel
 from forerun.spec.proposer import UNKNOWN, Draft, DraftInputs, Grant, Proposer, RequestDraft
 from forerun.spec.proposers.drafting import Chooser, Job
+from forerun.spec.proposers.recorded_drafts import RecordedDrafts
 
 if TYPE_CHECKING:
     from forerun.attention.slots import BlockTables, SlotBatch
@@ -121,8 +122,7 @@ class DraftModelProposer(Proposer):
             length = lengths[request.request_id]
             tokens = [UNKNOWN] * length
             draft.by_request[request.request_id] = RequestDraft(tokens, self.name, num_cached=length - 1)
-        batch = slots.batch(requests, [lengths[r.request_id] for r in requests], len(requests), 1)
-        self._draft_chain(batch, slots.blocks[self._place], max(lengths.values()))
+        self._recorded.draft(slots, requests, [lengths[r.request_id] for r in requests])
         return draft
 
     def _catch_up(self, grant: Grant, draft: Draft) -> dict[str, int]:
@@ -151,10 +151,17 @@ class DraftModelProposer(Proposer):
             self._paged.forward(segments)
         return lengths
 
-    def _draft_chain(self, batch: SlotBatch, blocks: BlockTables, length: int) -> None:
+    def attach_slots(self, slots: Slots, shapes: Sequence[tuple[int, int]]) -> None:
+        def draft(batch: SlotBatch, num_tokens: int) -> None:
+            self._draft_chain(batch, slots.blocks[self._place], num_tokens)
+
+        self._recorded = RecordedDrafts(draft)
+        self._recorded.record(slots, shapes)
+
+    def _draft_chain(self, batch: SlotBatch, blocks: BlockTables, num_tokens: int) -> None:
         """batch.rows: how far each slot drafts: it has no blocks for more."""
         vocabulary, tables = self._chooser.vocabulary, batch.tables
-        for place in range(length):
+        for place in range(num_tokens):
             going = (batch.rows > place).long()
             if place == 0:
                 step = dataclasses.replace(batch, rows=2 * going, width=2, first=-1, shift=-1)
@@ -162,7 +169,8 @@ class DraftModelProposer(Proposer):
                 step = dataclasses.replace(batch, rows=going, first=place, shift=place)
             _, output = self._paged.forward_slots(step, blocks, fed=vocabulary.fed)
             ends = output.hidden.view(batch.num_slots, step.width, -1)[:, -1]
-            tables.drafted[batch.slots, place] = self._chooser.best(self._paged.model.logits(ends)).int()
+            best = self._chooser.best(self._paged.model.logits(ends))
+            tables.drafted[:, place].index_copy_(0, batch.slots, best.int())
 
     def _work(self, grant: Grant) -> Iterator[tuple[Request, int, int]]:
         """(request, end of the known tokens to compute, tokens to draft): those that may draft first."""

@@ -12,21 +12,26 @@ and steps without drafts leave no gap. What a draft starts from is the last row,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from forerun.attention import AttentionBackend, QueryTile, Segment, StepLayout, lay_out
+from forerun.kernels.uploads import upload
+from forerun.models.decoder import Tap
 from forerun.models.heads.head import Head, HeadOutput
 from forerun.models.paged import new_attention
 from forerun.spec import tree
-from forerun.spec.proposer import Draft, DraftInputs, Grant, Proposer
+from forerun.spec.proposer import UNKNOWN, Draft, DraftInputs, Grant, KnownRows, Proposer, RequestDraft
 from forerun.spec.proposers.drafting import Chooser, Job
+from forerun.spec.proposers.eagle_slots import SlotHead
 
 if TYPE_CHECKING:
+    from forerun.attention.slots import SlotBatch
     from forerun.engine.plan import Hidden, Plan, ScheduledRequest
+    from forerun.engine.slots import Slots
     from forerun.memory.groups import GroupSpec
     from forerun.request import Request
     from forerun.spec.spec_tree import SpecTree
@@ -42,6 +47,8 @@ class EagleProposer(Proposer):
         chooser: from its logits to tokens of a chain.
         block_size: tokens a block.
         kv_dtype: of its keys and values.
+        num_slots: most requests at once, see `Request.slot`.
+        dtype: of its states.
         spec_tree: how trees grow; None: chains, or all tokens at once where the head has a mask state.
         name: as which the drafts are counted.
         notes: lines for the start-up log.
@@ -55,6 +62,8 @@ class EagleProposer(Proposer):
         *,
         block_size: int,
         kv_dtype: torch.dtype,
+        num_slots: int,
+        dtype: torch.dtype,
         spec_tree: SpecTree | None = None,
         name: str = "eagle3",
         notes: Sequence[str] = (),
@@ -68,22 +77,21 @@ class EagleProposer(Proposer):
         self._chooser = chooser
         self._kv_dtype = kv_dtype
         self._tree = spec_tree
-        self._states: dict[str, Tensor] = {}  # [H], of each request's last computed token
+        # [S, H], by `Request.slot`: of each decoding request's last computed token. All rows of all steps are followed,
+        # so that each has one; the last is for padding.
+        self._states = torch.zeros(num_slots + 1, head.config.layers.hidden_size, dtype=dtype)
 
     def attach(self, place: int, memory: Tensor) -> None:
         self._place = place
         layers = self._head.config.layers
         self._attention: AttentionBackend = new_attention(layers, memory, self._kv_dtype, self.block_size)
+        self._states = self._states.to(memory.device)
 
     # -- drafting
 
     @torch.inference_mode()
     def propose(self, inputs: DraftInputs, grant: Grant) -> Draft:
-        jobs = [
-            Job(request, length)
-            for request in grant.requests
-            if request.request_id in self._states and (length := self._length(request, grant)) > 0
-        ]
+        jobs = [Job(request, length) for request in grant.requests if (length := self._length(request, grant)) > 0]
         if not jobs:
             return Draft()
         if self._tree is not None:
@@ -97,9 +105,9 @@ class EagleProposer(Proposer):
     def _length(self, request: Request, grant: Grant) -> int:
         """How many tokens to draft: what was granted, as far as slots and positions go."""
         room = min(len(self._blocks(request)) * self.block_size, self._head.max_positions)
-        if self._tree is not None and room < request.num_tokens - 1 + self.group.scratch_tokens:
+        if self._tree is not None and room < request.most_tokens - 1 + self.group.scratch_tokens:
             return 0
-        return min(grant.lengths[request.request_id], room - request.num_tokens + 2)  # the last token is not fed
+        return min(grant.lengths[request.request_id], room - request.most_tokens + 2)  # the last token is not fed
 
     def _draft_one_by_one(self, jobs: Sequence[Job]) -> None:
         output = self._first_rows(jobs)
@@ -121,7 +129,7 @@ class EagleProposer(Proposer):
             known = job.request.token_ids[-1:]
             masks = [mask] * (job.length - 1)
             segments.append(Segment(known + masks, job.request.num_tokens - 2, self._blocks(job.request)))
-            states += [self._states[job.request.request_id], *([mask_state] * len(masks))]
+            states += [self._states[job.request.slot], *([mask_state] * len(masks))]
         self._chooser.choose_all(jobs, self._head.logits(self._forward(segments, torch.stack(states)).normed))
 
     def _first_rows(self, jobs: Sequence[Job]) -> HeadOutput:
@@ -129,7 +137,8 @@ class EagleProposer(Proposer):
         segments = [
             Segment(job.request.token_ids[-1:], job.request.num_tokens - 2, self._blocks(job.request)) for job in jobs
         ]
-        return self._forward(segments, torch.stack([self._states[job.request.request_id] for job in jobs]))
+        slots = upload([job.request.slot for job in jobs], torch.int64, self._states.device)
+        return self._forward(segments, self._states[slots])
 
     def _forward(self, segments: Sequence[Segment], states: Tensor) -> HeadOutput:
         token_ids = [token for segment in segments for token in segment.token_ids]
@@ -141,11 +150,10 @@ class EagleProposer(Proposer):
         self, token_ids: list[int], states: Tensor, positions: list[int], layout: StepLayout
     ) -> HeadOutput:
         self._attention.begin(layout)
-        device = states.device
         return self._head.forward(
-            torch.tensor(token_ids, device=device),
+            upload(token_ids, torch.int64, states.device),
             states,
-            torch.tensor(positions, device=device),
+            upload(positions, torch.int64, states.device),
             self._attention.attend,
         )
 
@@ -211,47 +219,70 @@ class EagleProposer(Proposer):
         assert hidden is not None
         segments: list[Segment] = []
         rows: list[int] = []  # of the target's pass
-        last: list[tuple[str, int]] = []  # requests that go on, and where their last row is among `rows`
+        last: list[tuple[Request, int]] = []  # those that go on, and where their last row is among `rows`
         first_row = 0
         for s in plan.scheduled:
             judged = verdict.by_request.get(s.request.request_id)
             standing, next_tokens = _standing_rows(s, first_row, judged)
             room = max(0, self._head.max_positions - s.start)
-            follows = len(standing) <= room
+            ends = judged is not None and judged.finish_reason is not None
+            follows = len(standing) <= room and not ends
             standing, next_tokens = standing[:room], next_tokens[:room]
             segments.append(Segment(next_tokens, s.start, self._blocks(s.request)))
             rows += standing
-            if not follows:
-                self._states.pop(s.request.request_id, None)
-            elif judged is None or judged.finish_reason is None:
-                last.append((s.request.request_id, len(rows) - 1))
+            if follows:
+                last.append((s.request, len(rows) - 1))
             first_row += s.num_rows
         if not rows:
             return
         states = self._head.combine([hidden.taps[tap][rows] for tap in self.hidden_taps])
         self._fill([segment for segment in segments if segment.token_ids], states)
-        for request_id, place in last:
-            self._states[request_id] = states[place].clone()
+        if last:
+            slots = [request.slot for request, _ in last]
+            places = upload([slots, [place for _, place in last]], torch.int64, states.device)
+            self._states.index_copy_(0, places[0], states[places[1]])
 
     def _fill(self, segments: Sequence[Segment], states: Tensor) -> None:
-        device = states.device
         token_ids = [token for segment in segments for token in segment.token_ids]
         positions = [position for segment in segments for position in segment.positions]
         self._attention.begin(lay_out(segments, block_size=self.block_size, row_tile=self._attention.row_tile))
         self._head.fill(
-            torch.tensor(token_ids, device=device),
+            upload(token_ids, torch.int64, states.device),
             states,
-            torch.tensor(positions, device=device),
+            upload(positions, torch.int64, states.device),
             self._attention.attend,
             self._attention.write,
         )
 
-    def forget(self, request_id: str) -> None:
-        self._states.pop(request_id, None)
+    # -- where the host has not seen what the target judged
 
     @property
-    def state_bytes(self) -> int:
-        return sum(state.nbytes for state in self._states.values())
+    def serves_slots(self) -> bool:  # type: ignore[override]
+        """Chains, token by token, of which nothing but the likeliest token is asked."""
+        return self._tree is None and self._head.mask_state is None and self._chooser.is_plain
+
+    def attach_slots(self, slots: Slots, shapes: Sequence[tuple[int, int]]) -> None:
+        blocks = slots.blocks[self._place]
+        self._on_slots = SlotHead(self._head, self._attention, slots, blocks, self._states)
+        if shapes:
+            self._on_slots.record(shapes)
+
+    @torch.inference_mode()
+    def draft_slots(self, slots: Slots, grant: Grant) -> Draft:
+        lengths = {request: self._length(request, grant) for request in grant.requests}
+        drafting = [request for request, length in lengths.items() if length > 0]
+        if not drafting:
+            return Draft()
+        self._on_slots.draft(drafting, [lengths[request] for request in drafting])
+        return Draft({r.request_id: RequestDraft([UNKNOWN] * lengths[r], self.name) for r in drafting})
+
+    @torch.inference_mode()
+    def follow_slots(self, batch: SlotBatch, positions: Tensor, verdict: Tensor, taps: Mapping[Tap, Tensor]) -> None:
+        self._on_slots.follow(batch, positions, verdict, [taps[tap] for tap in self.hidden_taps])
+
+    @torch.inference_mode()
+    def follow_known(self, rows: KnownRows, verdict: Tensor | None, taps: Mapping[Tap, Tensor]) -> None:
+        self._on_slots.follow_known(rows, verdict, [taps[tap] for tap in self.hidden_taps], self.block_size)
 
 
 class GrowingTree:

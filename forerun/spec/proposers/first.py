@@ -96,6 +96,10 @@ class FirstOf(Proposer):
             len(self.members) <= 1
         )
 
+    def attach_slots(self, slots: Slots, shapes: Sequence[tuple[int, int]]) -> None:
+        for member in self.members:
+            member.proposer.attach_slots(slots, shapes)
+
     def draft_slots(self, slots: Slots, grant: Grant) -> Draft:
         for member in self.members:
             with self._clocks[member.proposer.name]:

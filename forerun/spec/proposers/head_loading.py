@@ -51,6 +51,8 @@ def load_eagle(config: MethodConfig, target: TargetInfo, name: str) -> EagleProp
         Chooser(vocabulary, target.config.vocab_size, config.draft_sample_method, config.draft_min_prob),
         block_size=target.block_size,
         kv_dtype=target.kv_dtype,
+        num_slots=target.max_num_seqs,
+        dtype=target.model.dtype,
         spec_tree=tree,
         name=name,
         notes=notes,
