@@ -26,7 +26,6 @@ from forerun.kernels.uploads import upload
 PROGRAMS_A_PROCESSOR = 3  # wanted of a launch, as far as keys can be split
 JOIN_WIDTHS = (4, 16)  # a kernel for each: parts that it joins at most
 LEAST_KEYS = 64  # of a split
-JOIN_WARPS = 1
 
 
 # A step's numbers lie at any address: code must not depend on which.
@@ -246,7 +245,7 @@ class TritonAttention(ReferenceAttention):
                 out, partial, stats, tables.tiles, tables.ints, window or 0, tables.rows, splits,
                 FIELDS=TILE_FIELDS, KV_HEADS=kv_heads, GROUP=group, DIM=dim,
                 WIDTH=next(width for width in JOIN_WIDTHS if width >= splits),
-                WINDOWED=window is not None, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=JOIN_WARPS,
+                WINDOWED=window is not None, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=1,
             )  # fmt: skip
         return out
 
@@ -268,8 +267,8 @@ def pack_layout(layout: StepLayout) -> array[int]:
 
 
 def _tuning(dtype: torch.dtype, block_m: int, block_d: int, programs: float) -> tuple[int, int, int]:
-    """Keys a step of the loop, warps, and stages of its loads: those of 16 bits as measured on an H200 with heads of 128,
-    1 to 256 requests of 1 to 16 rows. programs: a processor's, before keys are split."""
+    """Keys a step of the loop, warps, and stages of its loads; of 16 bits as measured on an H200, heads of 128, 1 to 256
+    requests of 1 to 16 rows. programs: a processor's, before keys are split."""
     if block_m * block_d >= 128 * 128 or block_d > 128:
         return (64 if dtype.itemsize == 2 else 32), 8, 2
     if dtype.itemsize == 4:
