@@ -267,8 +267,8 @@ def pack_layout(layout: StepLayout) -> array[int]:
 
 
 def _tuning(dtype: torch.dtype, block_m: int, block_d: int, programs: float) -> tuple[int, int, int]:
-    """Keys a step of the loop, warps, and stages of its loads; of 16 bits as measured on an H200, heads of 128, 1 to 256
-    requests of 1 to 16 rows. programs: a processor's, before keys are split."""
+    """Keys a step of the loop, warps, and stages of its loads; of 16 bits as measured on an H200, heads of 128, 1 to
+    256 requests of 1 to 16 rows. programs: a processor's, before keys are split."""
     if block_m * block_d >= 128 * 128 or block_d > 128:
         return (64 if dtype.itemsize == 2 else 32), 8, 2
     if dtype.itemsize == 4:
