@@ -117,11 +117,11 @@ def test_text_is_the_targets(make: Make, reference: list[Result], method: str | 
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", ["small_budget", "few_blocks", "blocks_of_4"])
 @pytest.mark.parametrize("method", DRAFTING)
-def test_drafts_are_those_of_steps_one_by_one(make: Make, method: str, settings: dict[str, Any]) -> None:
+def test_drafts_are_those_of_steps_one_by_one(make: Make, method: str, settings: str) -> None:
     """Token by token, in every batch, chunk and block, after preemption, and from the prefix cache."""
-    ahead, step_by_step = make(method, **settings), make(method, ahead=False, **settings)
+    ahead, step_by_step = make(method, **SETTINGS[settings]), make(method, ahead=False, **SETTINGS[settings])
     found, expected = recorded(ahead), recorded(step_by_step)
     seen = launched_ahead(ahead)
     for _ in range(2):
@@ -195,7 +195,8 @@ def test_drafts_stay_right_where_host_and_device_take_turns(make: Make, method: 
 @pytest.mark.parametrize("method", DRAFTING)
 def test_as_much_is_accepted_at_every_step(make: Make, method: str) -> None:
     """Of requests one at a time, drafted and accepted, until max_tokens comes into reach of what may be in flight."""
-    work = [(prompt, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)) for prompt, _ in long_work(4)]
+    length = 60
+    work = [(prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)) for prompt, _ in long_work(3)]
     ends: list[list[tuple[int, int]]] = []
     for ahead in (True, False):
         for result in run(make(method, ahead=ahead), work, together=False):
@@ -204,7 +205,7 @@ def test_as_much_is_accepted_at_every_step(make: Make, method: str) -> None:
     accepted = 0
     for found, expected in zip(ends[: len(work)], ends[len(work) :], strict=True):
         sure, known = 0, 1
-        while known + 2 * (K + 1) < 80:
+        while known + 2 * (K + 1) < length:
             known += 1 + expected[sure][1]
             accepted += expected[sure][1]
             sure += 1

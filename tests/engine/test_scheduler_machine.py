@@ -86,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert s.start + s.num_rows <= len(s.request.caches[0].blocks) * BLOCK_SIZE, "a row has no slot"
             if s.samples:
                 verdict.by_request[s.request.request_id] = self._verify(data, s.request, s.draft)
+        scheduler.advance(plan)
         scheduler.commit(plan, verdict)
 
     def _draft(self, data: st.DataObject, request: Request, wanted: int) -> RequestDraft:
@@ -126,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.scheduler.reserve({})
             plan = self.scheduler.schedule(Draft())
+            self.scheduler.advance(plan)
             verdict = Verdict()
             for s in plan.scheduled:
                 if s.samples:
