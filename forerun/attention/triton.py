@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.attention.interface import GPU_ROW_TILE, AttentionInputs, AttentionSpec, Rope, StepLayout
 from forerun.attention.layout import TILE_FIELDS, Chunk, flatten_tiles, split_chunks
-from forerun.attention.prompts import ChunkTables, attend_chunks, place_chunks
+from forerun.attention.triton_prompts import TILE_M, ChunkTables, attend_chunks, place_chunks
 from forerun.attention.reference import ReferenceAttention
 from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
 from forerun.attention.triton_slots import SlotLayout, lay_out_slots
@@ -28,7 +28,7 @@ PROGRAMS_A_PROCESSOR = 4  # wanted of a launch, as far as keys can be split
 JOIN_WIDTHS = (4, 16)  # a kernel for each: parts that it joins at most
 LEAST_KEYS = 64  # of a split
 JOIN_WARPS = 1
-LONG_CHUNK = 128  # rows of a prompt that are attended by `prompts.py`
+LONG_CHUNK = 128  # rows of a prompt that are attended by `triton_prompts.py`
 
 
 # A step's numbers lie at any address: code must not depend on which.
@@ -170,6 +170,7 @@ class TritonAttention(ReferenceAttention):
     """
 
     row_tile = GPU_ROW_TILE
+    title = "Triton"
     heads_outermost = True
 
     def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype, alone: bool = False) -> None:
@@ -177,6 +178,8 @@ class TritonAttention(ReferenceAttention):
         self._programs = PROGRAMS_A_PROCESSOR * _num_processors(pool.device)
         # their kernel adds up in another order than that of single rows, and multiplies float32 slowly
         self._takes_chunks = not spec.invariant and dtype.itemsize == 2
+        if self._takes_chunks:
+            self.title = f"Triton; chunks of prompts of {LONG_CHUNK} rows and more in tiles of {TILE_M}"
 
     def begin(self, layout: StepLayout) -> None:
         chunks: list[Chunk] = []
