@@ -17,9 +17,9 @@ from torch import Tensor
 
 from forerun.attention.interface import GPU_ROW_TILE, AttentionInputs, AttentionSpec, Rope, StepLayout
 from forerun.attention.layout import TILE_FIELDS, Chunk, flatten_tiles, split_chunks
-from forerun.attention.triton_prompts import TILE_M, ChunkTables, attend_chunks, place_chunks
 from forerun.attention.reference import ReferenceAttention
 from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
+from forerun.attention.triton_prompts import TILE_M, ChunkTables, attend_chunks, place_chunks
 from forerun.attention.triton_slots import SlotLayout, lay_out_slots
 from forerun.kernels.triton_ops import rope_qk
 from forerun.kernels.uploads import upload
