@@ -69,16 +69,30 @@ def lay_out(segments: Iterable[Segment], *, block_size: int, row_tile: int) -> S
     return StepLayout(torch.tensor(slots, dtype=torch.int64), tiles)
 
 
-def split_chunks(tiles: Sequence[QueryTile], least_rows: int) -> tuple[list[Chunk], list[QueryTile]]:
-    """The chains of at least so many rows, each put together again, and the tiles of all others in their order."""
+def split_chunks(tiles: Sequence[QueryTile], least_rows: int, filling: int) -> tuple[list[Chunk], list[QueryTile]]:
+    """The chains that are worth a kernel for long ones, each put together again, and the tiles of all others.
+
+    A row's time is that of its keys. A chunk with so many of them that its last rows would run alone, long after all
+    others', stays tiles, whose keys can be split.
+
+    Args:
+        least_rows: of a chunk.
+        filling: rows that a device computes at once.
+    """
+    chains = list(_chains(tiles))
+    work = most_keys = 0
+    for num_keys, num_rows in sorted((c[-1].num_keys, _num_rows(c)) for c in chains if _num_rows(c) >= least_rows):
+        work += num_rows * num_keys
+        if work >= filling * num_keys:
+            most_keys = num_keys
     chunks: list[Chunk] = []
     others: list[QueryTile] = []
-    for run in _chains(tiles):
-        first, num_rows = run[0], sum(len(tile.rows) for tile in run)
-        if num_rows >= least_rows and not first.path_slots:
+    for chain in chains:
+        first, num_rows = chain[0], _num_rows(chain)
+        if num_rows >= least_rows and chain[-1].num_keys <= most_keys:
             chunks.append(Chunk(first.rows[0], num_rows, first.first_position, first.block_table))
         else:
-            others += run
+            others += chain
     return chunks, others
 
 
@@ -116,6 +130,11 @@ def _chains(tiles: Sequence[QueryTile]) -> Iterator[list[QueryTile]]:
         run.append(tile)
     if run:
         yield run
+
+
+def _num_rows(chain: Sequence[QueryTile]) -> int:
+    """0 where it is no chain but part of a tree."""
+    return 0 if chain[0].path_slots else sum(len(tile.rows) for tile in chain)
 
 
 def _continues(before: QueryTile, tile: QueryTile) -> bool:

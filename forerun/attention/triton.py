@@ -19,16 +19,15 @@ from forerun.attention.interface import GPU_ROW_TILE, AttentionInputs, Attention
 from forerun.attention.layout import TILE_FIELDS, Chunk, flatten_tiles, split_chunks
 from forerun.attention.reference import ReferenceAttention
 from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
-from forerun.attention.triton_prompts import TILE_M, ChunkTables, attend_chunks, place_chunks
+from forerun.attention.triton_prompts import TILE_M, ChunkTables, attend_chunks, filling_rows, place_chunks
 from forerun.attention.triton_slots import SlotLayout, lay_out_slots
 from forerun.kernels.triton_ops import rope_qk
 from forerun.kernels.uploads import upload
 
-PROGRAMS_A_PROCESSOR = 4  # wanted of a launch, as far as keys can be split
+PROGRAMS_A_PROCESSOR = 3  # wanted of a launch, as far as keys can be split
 JOIN_WIDTHS = (4, 16)  # a kernel for each: parts that it joins at most
 LEAST_KEYS = 64  # of a split
-JOIN_WARPS = 1
-LONG_CHUNK = 128  # rows of a prompt that are attended by `triton_prompts.py`
+LONG_CHUNK = 128  # rows of a prompt that are worth a tile of `triton_prompts.py`
 
 
 # A step's numbers lie at any address: code must not depend on which.
@@ -175,16 +174,18 @@ class TritonAttention(ReferenceAttention):
 
     def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype, alone: bool = False) -> None:
         super().__init__(spec, pool, dtype, alone)
-        self._programs = PROGRAMS_A_PROCESSOR * _num_processors(pool.device)
-        # their kernel adds up in another order than that of single rows, and multiplies float32 slowly
+        self._num_processors = _num_processors(pool.device)
+        # the kernel of chunks adds up in another order than that of single rows, and multiplies float32 slowly
         self._takes_chunks = not spec.invariant and dtype.itemsize == 2
+        self._filling = filling_rows(spec, self._num_processors)
         if self._takes_chunks:
-            self.title = f"Triton; chunks of prompts of {LONG_CHUNK} rows and more in tiles of {TILE_M}"
+            rows = max(LONG_CHUNK, self._filling)
+            self.title = f"Triton; prompts in tiles of {TILE_M} where a step has {rows} rows of them or more"
 
     def begin(self, layout: StepLayout) -> None:
         chunks: list[Chunk] = []
         if self._takes_chunks:
-            chunks, others = split_chunks(layout.tiles, LONG_CHUNK)
+            chunks, others = split_chunks(layout.tiles, LONG_CHUNK, self._filling)
             layout = StepLayout(layout.slots, others)
         num_rows, num_tiles = len(layout.slots), len(layout.tiles)
         numbers = upload(pack_layout(layout), torch.int32, self.cache.device)
@@ -216,7 +217,7 @@ class TritonAttention(ReferenceAttention):
 
     def tables(self, slots: Tensor, tiles: Tensor, ints: Tensor, rows: int, num_keys: int, *, paths: bool) -> Tables:
         """num_keys: the most that a tile may have."""
-        wanted = self._programs // max(1, tiles.shape[0] * self.shape.num_kv_heads)
+        wanted = PROGRAMS_A_PROCESSOR * self._num_processors // max(1, tiles.shape[0] * self.shape.num_kv_heads)
         return Tables(slots, tiles, ints, rows, max(1, min(JOIN_WIDTHS[-1], wanted, num_keys // LEAST_KEYS)), paths)
 
     def use(self, tables: Tables, chunks: ChunkTables | None = None) -> None:
@@ -247,7 +248,8 @@ class TritonAttention(ReferenceAttention):
         cache = self.cache[:, layer]
         block_m = max(16, triton.next_power_of_2(tables.rows * group))
         block_d = max(16, triton.next_power_of_2(dim))
-        block_n, num_warps, num_stages = _tuning(out.dtype, block_m, block_d)
+        programs = num_tiles * kv_heads / self._num_processors
+        block_n, num_warps, num_stages = _tuning(out.dtype, block_m, block_d, programs)
         _attend[num_tiles, kv_heads, splits](
             product, cache, out, partial, stats, tables.tiles, tables.ints,
             self.spec.scale, self.spec.softcap or 0.0, window or 0, tables.rows, splits,
@@ -262,7 +264,7 @@ class TritonAttention(ReferenceAttention):
                 out, partial, stats, tables.tiles, tables.ints, window or 0, tables.rows, splits,
                 FIELDS=TILE_FIELDS, KV_HEADS=kv_heads, GROUP=group, DIM=dim,
                 WIDTH=next(width for width in JOIN_WIDTHS if width >= splits),
-                WINDOWED=window is not None, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=JOIN_WARPS,
+                WINDOWED=window is not None, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=1,
             )  # fmt: skip
         return out
 
@@ -283,10 +285,18 @@ def pack_layout(layout: StepLayout) -> array[int]:
     return packed
 
 
-def _tuning(dtype: torch.dtype, block_m: int, block_d: int) -> tuple[int, int, int]:
-    """Keys a step of the loop, warps, and steps whose loads are under way at once."""
-    wide = block_m * block_d >= 128 * 128 or block_d > 128
-    return 64 if dtype.itemsize == 2 else 32, 8 if wide else 4, 2 if wide or dtype.itemsize == 4 else 3
+def _tuning(dtype: torch.dtype, block_m: int, block_d: int, programs: float) -> tuple[int, int, int]:
+    """Keys a step of the loop, warps, and stages of its loads; of 16 bits as measured on an H200, heads of 128, 1 to
+    256 requests of 1 to 16 rows. programs: a processor's, before keys are split."""
+    if block_m * block_d >= 128 * 128 or block_d > 128:
+        return (64 if dtype.itemsize == 2 else 32), 8, 2
+    if dtype.itemsize == 4:
+        return 32, 4, 2
+    if block_m > 32:
+        return 32, 4, 5
+    if block_m == 16 and programs <= PROGRAMS_A_PROCESSOR:
+        return 128, 4, 3
+    return (16, 1, 3) if block_m == 16 and programs > 2 * PROGRAMS_A_PROCESSOR else (64, 2, 3)
 
 
 def _num_processors(device: torch.device) -> int:

@@ -130,9 +130,14 @@ class ChunkTables:
     ints: Tensor
 
 
+def filling_rows(spec: AttentionSpec, num_processors: int) -> int:
+    """Of one chunk, that give each processor a program: from there on split keys are no faster."""
+    return -(-num_processors // spec.shape.num_kv_heads) * _tile_rows(spec)
+
+
 def place_chunks(chunks: Sequence[Chunk], spec: AttentionSpec, device: torch.device) -> ChunkTables:
     """Cut into tiles, those with most keys first: what runs last should be short."""
-    rows = max(1, TILE_M // (spec.num_heads // spec.shape.num_kv_heads))
+    rows = _tile_rows(spec)
     ints = array("i")
     tiles: list[tuple[int, int, int, int]] = []
     for chunk in chunks:
@@ -162,7 +167,7 @@ def attend_chunks(
     group = spec.num_heads // shape.num_kv_heads
     block_m = max(TILE_M, triton.next_power_of_2(group))
     block_d = max(16, triton.next_power_of_2(shape.head_dim))
-    block_n, num_warps, num_stages = tuning(max(query.dtype.itemsize, cache.dtype.itemsize), block_d)
+    block_n, num_warps, num_stages = _tuning(max(query.dtype.itemsize, cache.dtype.itemsize), block_d)
     _attend_chunks[shape.num_kv_heads, tables.records.shape[0]](
         query, cache, out, tables.records, tables.ints,
         spec.scale, spec.softcap or 0.0, window or 0, query.stride(0), cache.stride(0),
@@ -172,8 +177,12 @@ def attend_chunks(
     )  # fmt: skip
 
 
-def tuning(element_bytes: int, block_d: int) -> tuple[int, int, int]:
-    """Keys a step of the loop, warps, and steps whose loads are under way at once."""
+def _tile_rows(spec: AttentionSpec) -> int:
+    return max(1, TILE_M // (spec.num_heads // spec.shape.num_kv_heads))
+
+
+def _tuning(element_bytes: int, block_d: int) -> tuple[int, int, int]:
+    """Keys a step of the loop, warps, and steps whose loads are under way at once; the best of eight on an H200."""
     if element_bytes > 2:
         return 32, 8, 2
-    return 64, 8, 3 if block_d <= 128 else 2
+    return (64, 4, 3) if block_d <= 128 else (64, 8, 2)

@@ -11,10 +11,10 @@ TREE = (-1, -1, 0, 0)
 LEAST = 20
 
 
-def split(*segments: Segment) -> tuple[list[Chunk], list[QueryTile], list[QueryTile]]:
+def split(*segments: Segment, filling: int = 1) -> tuple[list[Chunk], list[QueryTile], list[QueryTile]]:
     """Chunks, other tiles, and all tiles."""
     tiles = list(lay_out(segments, block_size=4, row_tile=8).tiles)
-    return *split_chunks(tiles, LEAST), tiles
+    return *split_chunks(tiles, LEAST, filling), tiles
 
 
 @pytest.mark.parametrize("num_rows", [LEAST, LEAST + 1, 24, 25, 100])
@@ -66,3 +66,19 @@ def test_rows_of_a_wide_tree_are_no_chunk() -> None:
     chunks, others, tiles = split(Segment([0] * (1 + len(chain)), 2, list(range(20)), chain))
     assert not chunks
     assert others == tiles
+
+
+def test_a_chunk_that_leaves_a_device_idle_stays_tiles() -> None:
+    table = list(range(300))
+    assert split(Segment([0] * 30, 1000, table), filling=30)[0]
+    assert not split(Segment([0] * 29, 1000, table), filling=30)[0]
+
+
+def test_short_prompts_fill_a_device_together_but_do_not_hide_a_long_one() -> None:
+    tables = [list(range(i, i + 300)) for i in range(4)]
+    prompts = [Segment([0] * 25, 0, table) for table in tables[:3]]
+    long = Segment([0] * 25, 1000, tables[3])
+    chunks, others, _ = split(*prompts, long, filling=60)
+    assert [chunk.block_table for chunk in chunks] == tables[:3]
+    assert {id(tile.block_table) for tile in others} == {id(tables[3])}
+    assert len(split(*prompts, long, filling=25)[0]) == 4

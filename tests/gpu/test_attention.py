@@ -103,6 +103,7 @@ def test_long_chunks_equal_the_reference(name: str, dtype: torch.dtype, device: 
     spec = SPECS[name]
     size = spec.shape.block_size
     backends = twins(spec, dtype, device)
+    backends[1]._filling = 1  # type: ignore[attr-defined]  # as if the GPU were small
     free = list(range(400))
     random.Random(2).shuffle(free)
     long, other, short = (blocks_for(num_tokens, size, free) for num_tokens in (LONG_CHUNK + 260, LONG_CHUNK + 80, 60))
@@ -133,6 +134,7 @@ def test_who_has_no_chunks(change: dict[str, bool], device: torch.device) -> Non
     spec = dataclasses.replace(SPECS["qwen3"], **change)  # type: ignore[arg-type]
     dtype = torch.float16 if change else torch.float32
     backends = twins(spec, dtype, device)
+    backends[1]._filling = 1  # type: ignore[attr-defined]
     attend_all(backends, [Segment([0] * (LONG_CHUNK + 2), 0, list(range(40)))], dtype, device)
     assert backends[1]._chunks is None  # type: ignore[attr-defined]
 
@@ -147,7 +149,7 @@ def test_long_contexts_are_split(name: str, device: torch.device) -> None:
         backend.cache.copy_(torch.randn(backend.cache.shape))  # type: ignore[attr-defined]
         torch.manual_seed(1)
     backends[1].cache.copy_(backends[0].cache)  # type: ignore[attr-defined]
-    backends[1]._programs = 528  # type: ignore[attr-defined]  # a GPU's, in the interpreter too
+    backends[1]._num_processors = 132  # type: ignore[attr-defined]  # a GPU's, in the interpreter too
     for rows in (1, 4):
         attend_all(backends, [Segment([0] * rows, 5000, table)], torch.float32, device)
         assert backends[1]._tables.splits > 8  # type: ignore[attr-defined]
