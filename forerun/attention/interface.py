@@ -38,6 +38,7 @@ class AttentionSpec:
         scale: of the products of query and key, which make the scores.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.
         windows: a layer's window: a token sees so many tokens, itself included; None: all. () where no layer has one.
+        invariant: whether a row's bits must not depend on the rows that share its pass.
     """
 
     shape: KVShape
@@ -45,6 +46,7 @@ class AttentionSpec:
     scale: float
     softcap: float | None = None
     windows: tuple[int | None, ...] = ()
+    invariant: bool = False
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -129,6 +131,9 @@ class AttentionBackend(Protocol):
 
     row_tile: int
     """Most rows a QueryTile may have."""
+
+    title: str
+    """What attends, for the log."""
 
     def begin(self, layout: StepLayout) -> None:
         """The layout of the step whose layers are attended next."""
