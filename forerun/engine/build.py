@@ -243,10 +243,11 @@ def _target_info(config: SettledConfig, target: Target, kv_dtype: torch.dtype, c
 
 
 def _check_budget(config: SettledConfig, device: torch.device) -> None:
-    """Fail, before weights load, where more memory is asked for than is free."""
+    """Fail, before weights load, where more is asked for than there is."""
     if device.type == "cpu":
         kv_cache_bytes(config.kv_cache_memory_bytes)
     else:
+        gpu.check_kernels(config)
         gpu.check_budget(config, device)
 
 
@@ -261,7 +262,13 @@ def _load_target(config: SettledConfig, path: str, model_config: DecoderConfig, 
     max_positions = config.max_model_len or model_config.max_position_embeddings
     form = weights_form(config, Path(path), device.type != "cpu")
     model = load_model(
-        path, form.dtype, max_positions, packed=form.packed, quantization=form.quantization, device=device
+        path,
+        form.dtype,
+        max_positions,
+        packed=form.packed,
+        quantization=form.quantization,
+        device=device,
+        invariant=config.batch_invariant,
     )
     return Target(model_config, model, form.packed, tokenizer, time.perf_counter() - started)
 

@@ -12,6 +12,7 @@ import torch
 from forerun.attention import GPU_ROW_TILE, Segment
 from forerun.attention.slots import BlockTables
 from forerun.engine.config import SettledConfig
+from forerun.errors import ConfigError
 from forerun.kernels import cuda
 from forerun.memory.budget import GIB, GpuMemory, gpu_allowance, gpu_cache_bytes
 from forerun.memory.passes import GRAPH_BYTES, LOGIT_BYTES, graph_shapes
@@ -31,6 +32,16 @@ def model_dtype(wanted: str, path: str) -> torch.dtype:
     metadata = read_metadata(path) if Path(path).is_dir() else {}
     stored = str(metadata.get("dtype") or metadata.get("torch_dtype")).removeprefix("torch.")
     return torch.float16 if stored == "float16" else torch.bfloat16
+
+
+def check_kernels(config: SettledConfig) -> None:
+    """Fail where settings need kernels that are not there.
+
+    Raises:
+        ConfigError: batch_invariant, without Triton.
+    """
+    if config.batch_invariant and not cuda.available():
+        raise ConfigError("batch_invariant=True needs Triton on a GPU: install triton, or leave it out")
 
 
 def check_budget(config: SettledConfig, device: torch.device) -> None:
