@@ -66,7 +66,7 @@ def _attend_parts(
     used = row < num_rows
     token = tl.load(ints + rows_at + row, mask=used, other=0).to(tl.int64)
     heads = kv_head * GROUP + m % GROUP
-    position = first_position + row
+    position = first_position + tl.minimum(row, num_rows - 1)  # unused rows see what the last one sees
     dims = tl.arange(0, BLOCK_D)
     stored = used[:, None] & (dims < DIM)[None, :]
     q = tl.load(query + token[:, None] * q_stride + heads[:, None] * DIM + dims[None, :], mask=stored, other=0.0)

@@ -306,6 +306,7 @@ def _info(
         eos_token_ids=target.eos_token_ids,
         sampling_defaults=defaults,
         rejection_sample_method=spec.rejection_sample_method if spec else "match",
+        exact_rows=target.model.device.type == "cpu" or target.model.invariant,
         lossless=LOSSLESS[spec.rejection_sample_method] if spec else LOSSLESS["match"],
         log_lines=[*lines, *notes, *(f"WARNING: {warning}" for warning in _warnings(config, target.model))],
     )
