@@ -108,6 +108,8 @@ def build_engine(config: EngineConfig) -> Engine:
     _check_budget(config, device)
     plan = check_room(config, this_machine(device))
     target = _load_target(config, path, model_config, device)
+    if device.type != "cpu":
+        gpu.check_rows(target.model)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, target.model.kv_dtype)
     reasoning = None if config.reasoning_parser is None else reasoning_format(config.reasoning_parser)
     structured = StructuredProcessor(target.tokenizer, set(target.eos_token_ids), reasoning)

@@ -14,6 +14,7 @@ from forerun.attention.slots import BlockTables
 from forerun.engine.config import SettledConfig
 from forerun.errors import ConfigError
 from forerun.kernels import cuda
+from forerun.kernels.fused import PlainLinear
 from forerun.memory.budget import GIB, GpuMemory, gpu_allowance, gpu_cache_bytes
 from forerun.memory.passes import GRAPH_BYTES, LOGIT_BYTES, graph_shapes
 from forerun.models.config import DecoderConfig
@@ -42,6 +43,24 @@ def check_kernels(config: SettledConfig) -> None:
     """
     if config.batch_invariant and not cuda.available():
         raise ConfigError("batch_invariant=True needs Triton on a GPU: install triton, or leave it out")
+
+
+@torch.inference_mode()
+def check_rows(model: Decoder) -> None:
+    """Fail where the products of `batch_invariant` are not row-exact.
+
+    Raises:
+        ConfigError: this GPU adds up otherwise than those that we know.
+    """
+    if not model.invariant:
+        return
+    by_shape = {linear.shape: linear for linear in model.linears if isinstance(linear, PlainLinear)}
+    for (num_columns, depth), linear in by_shape.items():
+        if not cuda.product_ops().is_row_exact(linear.weight):
+            raise ConfigError(
+                f"batch_invariant=True cannot be kept on this GPU: with weights [{num_columns}, {depth}] a row has other "
+                "bits in other company; leave it out"
+            )
 
 
 def check_budget(config: SettledConfig, device: torch.device) -> None:

@@ -175,3 +175,14 @@ def tile_for(num_rows: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize == 4:
         return WIDE_TILE
     return next((tile for tile in TILES if tile.rows >= num_rows), TILES[-1])
+
+
+def is_row_exact(weight: Tensor) -> bool:
+    """Whether this GPU keeps what tiles of several sizes are taken for: that its matrix unit adds up a row alike in all
+    of them."""
+    generator = torch.Generator(weight.device).manual_seed(0)
+    num_rows = TILES[-1].rows + 1
+    x = torch.randn(num_rows, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
+    whole = linear(x, weight)
+    counts = [1, *(tile.rows for tile in TILES)]
+    return all(torch.equal(linear(x[-count:], weight), whole[-count:]) for count in counts)

@@ -70,6 +70,14 @@ def test_a_product_is_the_same_in_any_company(
         assert torch.equal(triton_product.linear(x[rows], weight, None, before[rows].clone(), 0.22), added[rows]), count
 
 
+def test_a_gpu_that_adds_up_otherwise_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(64, 64, device=device)
+    assert triton_product.is_row_exact(weight)
+    exact = triton_product.linear
+    monkeypatch.setattr(triton_product, "linear", lambda x, weight: exact(x, weight) + (len(x) > 1) * 1e-3)
+    assert not triton_product.is_row_exact(weight)
+
+
 def test_how_a_sum_is_cut_depends_on_the_weight_alone() -> None:
     assert triton_product.parts_of(24576, 4096) == (1, 4096)
     assert triton_product.parts_of(4096, 4096) == (4, 1024)
