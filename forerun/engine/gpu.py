@@ -58,8 +58,8 @@ def check_rows(model: Decoder) -> None:
     for (num_columns, depth), linear in by_shape.items():
         if not cuda.product_ops().is_row_exact(linear.weight):
             raise ConfigError(
-                f"batch_invariant=True cannot be kept on this GPU: with weights [{num_columns}, {depth}] a row has other "
-                "bits in other company; leave it out"
+                f"batch_invariant=True cannot be kept on this GPU: with weights [{num_columns}, {depth}] a row has "
+                "other bits in other company; leave it out"
             )
 
 
