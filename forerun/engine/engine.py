@@ -106,6 +106,7 @@ class Engine:
             ahead = self._runs_ahead()
             outputs = [] if ahead else self._land()
             launched = self._launch(ahead)
+            self._totals.num_steps_ahead += launched is not None and self._flight is not None
             outputs += self._land()
             self._flight = launched
             outputs += [] if ahead else self._land()

@@ -86,6 +86,7 @@ class EngineStats(msgspec.Struct):
     prefix_cache_queries: int = 0  # tokens
     prefix_cache_hits: int = 0
     num_steps: int = 0
+    num_steps_ahead: int = 0  # of them, those launched before the one before was read
     num_rows: int = 0  # rows through the target, drafted ones included
     step_time_s: float = 0.0
     draft_time_s: float = 0.0  # of it, spent proposing and observing; on a GPU all are times of the host

@@ -214,6 +214,8 @@ class Scheduler:
             assert request.num_computed_tokens <= request.num_tokens
             assert request.finish_reason is None
             assert request.slot >= 0
+            in_flight = request.most_tokens - 1 if request.num_in_flight else 0  # rows that have, or may have, a slot
+            assert in_flight <= len(request.caches[0].blocks) * self.block_size
             for group, cache in enumerate(request.caches):
                 assert cache.num_published * self.block_size <= cache.num_tokens <= len(cache.blocks) * self.block_size
                 for block in cache.blocks:

@@ -13,7 +13,7 @@ from forerun.models.config import DecoderConfig
 BATCHES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16))  # requests of a graph, closer where padding costs more
 BATCH_STEP = 32  # after them
 MOST_GRAPH_ROWS = 1024  # longer passes keep the GPU busy by themselves
-GRAPH_BYTES = 8 << 20  # of one graph: 7 MiB were measured for 36 layers
+GRAPH_BYTES = 11 << 20  # of one graph: 10.6 MiB were measured for 36 layers
 LOGIT_BYTES = 8  # a float32 logit and its probability
 
 

@@ -230,6 +230,8 @@ class EngineCollector(Collector):
         yield self._gauge("engine_healthy", "1 while requests are taken, else 0.", self._client.healthy, "forerun")
         yield self._counter("engine_restarts", "Engines started in the place of dead ones.", restarts, "forerun")
         yield self._counter("num_steps", "Steps of the engine.", stats.num_steps, "forerun")
+        ahead = stats.num_steps_ahead
+        yield self._counter("num_steps_ahead", "Of them, launched before the last was read.", ahead, "forerun")
         yield self._counter("num_rows", "Rows through the target, drafted included.", stats.num_rows, "forerun")
         yield self._counter("step_time_seconds", "Time in steps.", stats.step_time_s, "forerun")
         yield self._counter("draft_time_seconds", "Of it, time spent drafting.", stats.draft_time_s, "forerun")

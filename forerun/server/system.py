@@ -75,6 +75,7 @@ async def speculation(request: Request) -> Response:
             "totals": _totals(stats.spec),
             "by_proposer": {name: _totals(totals) for name, totals in stats.spec_by_proposer.items()},
             "num_steps": stats.num_steps,
+            "num_steps_ahead": stats.num_steps_ahead,
             "step_time_s": stats.step_time_s,
             "draft_time_s": stats.draft_time_s,
             "draft_time_s_by_proposer": stats.draft_time_by_proposer,

@@ -104,7 +104,7 @@ def test_long_contexts_are_split(name: str, device: torch.device) -> None:
         backend.cache.copy_(torch.randn(backend.cache.shape))  # type: ignore[attr-defined]
         torch.manual_seed(1)
     backends[1].cache.copy_(backends[0].cache)  # type: ignore[attr-defined]
-    backends[1]._programs = 528  # type: ignore[attr-defined]  # a GPU's, in the interpreter too
+    backends[1]._num_processors = 132  # type: ignore[attr-defined]  # a GPU's, in the interpreter too
     for rows in (1, 4):
         attend_all(backends, [Segment([0] * rows, 5000, table)], torch.float32, device)
         assert backends[1]._tables.splits > 8  # type: ignore[attr-defined]

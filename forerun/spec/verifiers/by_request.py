@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from forerun.sampling.batch import SamplingBatch
-from forerun.sampling.distribution import most_likely
 from forerun.spec.proposer import Draft
 from forerun.spec.verifier import Verdict
 from forerun.spec.verifiers.match import BestTokens, MatchVerifier
@@ -26,7 +25,7 @@ class RuleByRequest:
         self.rules = {rule.name: rule for rule in others} | {"": own, own.name: own}
 
     def verify(self, draft: Draft, target_logits: Tensor, sampling: SamplingBatch) -> Verdict:
-        best = BestTokens(*most_likely(target_logits))
+        best = BestTokens.of(draft, target_logits, sampling)
         return Verdict(
             {r.request_id: self.rules[r.rule].judge(draft.of(r.request_id), target_logits, r, best) for r in sampling}
         )

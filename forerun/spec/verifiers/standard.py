@@ -32,13 +32,15 @@ class StandardVerifier(MatchVerifier):
     name = "standard"
     lossless = LOSSLESS["standard"]
 
-    def next_token(self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int) -> int:
+    def next_token(
+        self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int, own: int | None = None
+    ) -> int:
         child = node + 1
         if draft.probs is None or draft.parents is not None or child >= len(draft):
-            return super().next_token(logits, rows, position, draft, node)
+            return super().next_token(logits, rows, position, draft, node, own)
         token, draft_probs = draft.tokens[child], draft.probs[child].double()
         if not draft_probs[token] > 0:  # zero or not a number
-            return super().next_token(logits, rows, position, draft, node)
+            return super().next_token(logits, rows, position, draft, node, own)
         target_probs = processed_logprobs(logits, rows.params).double().exp()
         both = target_probs.unsqueeze(0), draft_probs.unsqueeze(0)
         drafted = torch.tensor([token], device=logits.device)
