@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.attention.interface import GPU_ROW_TILE
 from forerun.attention.layout import TILE_FIELDS
-from forerun.attention.triton import Tables, TritonAttention, attend_keys
+from forerun.attention.triton import PROGRAMS_A_PROCESSOR, Tables, TritonAttention, attend_keys
 
 PART = 256  # keys
 PARTIAL_BYTES = 64 << 20  # most that is written for a second kernel
@@ -140,7 +140,8 @@ class InvariantAttention(TritonAttention):
     ) -> PartTables:
         parts = max(1, triton.cdiv(num_keys, PART))
         num_tiles = max(1, tiles.shape[0])
-        splits = max(1, min(parts, self._programs // (num_tiles * self.shape.num_kv_heads)))
+        wanted = PROGRAMS_A_PROCESSOR * self._num_processors // (num_tiles * self.shape.num_kv_heads)
+        splits = max(1, min(parts, wanted))
         if num_tiles * parts * rows * self.spec.num_heads * self.shape.head_dim * 4 > PARTIAL_BYTES:
             splits = 1
         return PartTables(slots, tiles, ints, rows, splits, paths, parts)
@@ -176,6 +177,7 @@ class InvariantAttention(TritonAttention):
 
 
 def _tuning(dtype: torch.dtype, block_m: int, block_d: int) -> tuple[int, int, int]:
-    """Keys a step of the loop, warps, and steps whose loads are under way at once: by the model alone."""
-    wide = block_m * block_d >= 128 * 128 or block_d > 128
-    return 64 if dtype.itemsize == 2 else 32, 8 if wide else 4, 2 if wide or dtype.itemsize == 4 else 3
+    """Keys a step of the loop, warps, and stages of its loads: by the model alone."""
+    if block_m * block_d >= 128 * 128 or block_d > 128:
+        return (64 if dtype.itemsize == 2 else 32), 8, 2
+    return 32, 4, 2 if dtype.itemsize == 4 else 5

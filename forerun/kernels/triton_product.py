@@ -35,7 +35,8 @@ class Tile:
     num_stages: int
 
 
-TILES = (Tile(16, 64, 128, 4, 5), Tile(64, 64, 128, 4, 4), Tile(128, 128, 64, 8, 4))  # 16 bits, by number of rows
+# Of 16 bits, by number of rows; of ten, the fastest on an H200 with the weights of an 8B model.
+TILES = (Tile(16, 64, 128, 4, 5), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4))
 WIDE_TILE = Tile(16, 64, 32, 4, 2)  # float32
 
 
@@ -152,6 +153,7 @@ def linear(
     if x.data_ptr() % 16:  # code is of one kind
         x = x.clone()
     tile = tile or tile_for(num_rows, x.dtype)
+    assert PART_MULTIPLE % tile.depth == 0, "no step may reach beyond a part"
     parts, length = parts_of(num_columns, depth)
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
     split = parts > 1 and tiles < PROGRAMS

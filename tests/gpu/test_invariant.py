@@ -116,18 +116,24 @@ class Sequences:
         memory = torch.randn(num_bytes // 4, device=self.device).view(torch.uint8)  # what is not written holds anything
         backend = kind(self.spec, memory, self.dtype)
         if kind is InvariantAttention:
-            backend._programs = 528  # a GPU's, in the interpreter too
+            backend._num_processors = 132  # a GPU's, in the interpreter too
         return backend
 
     def attend(self, backend: Any, segments: Sequence[Segment], products: Sequence[Tensor]) -> Sequence[Tensor]:
         """[rows, heads, D] of each segment, whose rows are given."""
+        out: Tensor = backend.attend(0, self._begin(backend, segments, products))
+        return out.split([len(s.token_ids) for s in segments])
+
+    def write(self, backend: Any, table: list[int], product: Tensor) -> None:
+        """Keys and values of a sequence's first rows."""
+        backend.write(0, self._begin(backend, [Segment([0] * len(product), 0, table)], [product]))
+
+    def _begin(self, backend: Any, segments: Sequence[Segment], products: Sequence[Tensor]) -> AttentionInputs:
         shape = self.spec.shape
         backend.begin(lay_out(segments, block_size=shape.block_size, row_tile=backend.row_tile))
         positions = torch.tensor([p for s in segments for p in s.positions], device=self.device)
         rope = Rope(self.cos[positions], self.sin[positions])
-        inputs = AttentionInputs(torch.cat(list(products)), self.spec.num_heads, shape.num_kv_heads, rope)
-        out: Tensor = backend.attend(0, inputs)
-        return out.split([len(s.token_ids) for s in segments])
+        return AttentionInputs(torch.cat(list(products)), self.spec.num_heads, shape.num_kv_heads, rope)
 
 
 def block_tables(lengths: Sequence[int], block_size: int, seed: int) -> list[list[int]]:
@@ -139,14 +145,13 @@ def block_tables(lengths: Sequence[int], block_size: int, seed: int) -> list[lis
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_attention_is_the_same_in_any_company(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """A row alone with its sequence, one a step; in chunks; as a chain; as a tree's path; beside others; elsewhere."""
+    """A row alone with its sequence, one a step; as a chain; in a chunk; beside others; elsewhere."""
     torch.manual_seed(0)
     sequences = Sequences(SPECS[name], dtype, device)
     size, length, tail = SPECS[name].shape.block_size, 150 * LONG, TAIL
-    first_chunk, others = 75 * LONG + 2, 220 * LONG
+    chunk, others = 44 * LONG + 1, 220 * LONG
     own, other = sequences.new(length), sequences.new(others + 5)
     (table,) = block_tables([length + 10], size, 0)
-    prompt = [Segment([0] * (length - tail), 0, table)]
 
     def rest(step: int, backend: Any, start: int = length - tail) -> Tensor:
         made = []
@@ -156,33 +161,30 @@ def test_attention_is_the_same_in_any_company(name: str, dtype: torch.dtype, dev
         return torch.cat(made)
 
     backend = sequences.backend()
-    sequences.attend(backend, prompt, [own[: length - tail]])
-    assert backend._tables.splits > 1
+    sequences.write(backend, table, own[: length - tail])
     expected = rest(1, backend)
+    assert backend._tables.splits > 1
     known = sequences.backend(ReferenceAttention)
-    sequences.attend(known, prompt, [own[: length - tail]])
+    sequences.write(known, table, own[: length - tail])
     torch.testing.assert_close(expected, rest(1, known), rtol=0, atol=5 * TOLERANCES[dtype])
     for step in (tail // 4 + 1, tail - 2, tail):
         assert torch.equal(rest(step, backend), expected), f"{step} rows a step"
     chunked = sequences.backend()
-    assert torch.equal(rest(44 * LONG + 1, chunked, start=0)[-tail:], expected), "in chunks"
+    sequences.write(chunked, table, own[: length - chunk])
+    assert torch.equal(rest(chunk, chunked, start=length - chunk)[-tail:], expected), "in a chunk"
 
     tables = block_tables([length + 10, others + 10, 100], size, 1)
     crowded = sequences.backend()
-    sequences.attend(crowded, [Segment([0] * others, 0, tables[1])], [other[:others]])
-    for first, step in (
-        (0, first_chunk),
-        (first_chunk, length - tail - first_chunk),
-        (length - tail, 3),
-        (length - tail + 3, tail - 3),
-    ):
+    sequences.write(crowded, tables[1], other[:others])
+    sequences.write(crowded, tables[0], own[: length - tail])
+    for first, step in ((length - tail, 3), (length - tail + 3, tail - 3)):
         _, made, _ = sequences.attend(
             crowded,
             [Segment([0] * 5, others, tables[1]), Segment([0] * step, first, tables[0]), Segment([0], 0, tables[2])],
             [other[others:], own[first : first + step], other[:1]],
         )
-        assert first < length - tail or torch.equal(made, expected[first + tail - length :][:step]), "in company"
-    backend._programs = 1  # one program for all parts
+        assert torch.equal(made, expected[first + tail - length :][:step]), "in company"
+    backend._num_processors = 0  # one program for all parts
     assert torch.equal(rest(1, backend), expected), "parts joined as they are made"
 
 
@@ -194,7 +196,7 @@ def test_a_path_of_a_tree_is_what_a_chain_is(dtype: torch.dtype, device: torch.d
     own, nodes = sequences.new(length), sequences.new(len(TREE))
     (table,) = block_tables([length + 20], 16, 0)
     backend = sequences.backend()
-    sequences.attend(backend, [Segment([0] * (length - 1), 0, table)], [own[:-1]])
+    sequences.write(backend, table, own[:-1])
     (tree,) = sequences.attend(
         backend, [Segment([0] * (1 + len(TREE)), length - 1, table, TREE)], [torch.cat((own[-1:], nodes))]
     )
@@ -208,7 +210,7 @@ def test_a_path_of_a_tree_is_what_a_chain_is(dtype: torch.dtype, device: torch.d
 @pytest.mark.parametrize("normalize", [True, False])
 def test_experts_are_chosen_and_weighed_alike_in_any_company(normalize: bool, device: torch.device) -> None:
     torch.manual_seed(0)
-    scores = torch.randn(300, 60, device=device)
+    scores = torch.randn(300, 128, device=device)
     chosen, weights = reference.route(scores, 4, normalize)
     for count in (1, 2, 7, 40, 130):
         got = reference.route(scores[:count], 4, normalize)
@@ -217,7 +219,8 @@ def test_experts_are_chosen_and_weighed_alike_in_any_company(normalize: bool, de
 
 
 BF16: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True}
-METHODS_CHECKED = ["ngram", "suffix", "draft_model", "eagle3", "eagle3_tree", "suffix_then_eagle3"]
+AHEAD = [None, "draft_model", "eagle3"]  # steps may be launched before the one before is read
+STEP_BY_STEP = [*AHEAD, "ngram", "suffix", "eagle3_tree"]
 
 
 @pytest.fixture(scope="module")
@@ -233,10 +236,9 @@ def check(engine: Any, expected: list[Result]) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("ahead", [None, False], ids=["ahead", "step_by_step"])
-@pytest.mark.parametrize("method", [None, *METHODS_CHECKED])
+@pytest.mark.parametrize(("method", "ahead"), [*((m, True) for m in AHEAD), *((m, False) for m in STEP_BY_STEP)])
 def test_texts_are_those_of_plain_decoding(
-    tiny_model: Path, draft_models: DraftModels, plain: list[Result], method: str | None, ahead: bool | None
+    tiny_model: Path, draft_models: DraftModels, plain: list[Result], method: str | None, ahead: bool
 ) -> None:
     spec = METHODS[method](draft_models) if method else None
     engine = make_engine(tiny_model, spec, async_scheduling=ahead, **BF16)
@@ -257,10 +259,11 @@ def test_texts_do_not_depend_on_chunks_and_blocks(
 
 
 @needs_gpu
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3_text", "qwen2", "qwen3_moe", "granite"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen2", "qwen3_moe"])
 def test_every_kind_of_family(family: str, tmp_path: Path) -> None:
-    """Norms of heads, caps and windows, biases, experts, scaled residuals."""
+    """Norms of heads, caps and windows, biases, experts."""
     model = save_tiny_target(tmp_path, family=family, num_hidden_layers=3)
-    expected = run(make_engine(model, **BF16), mixed_work(), together=False)
-    for spec in (None, NGRAM):
-        check(make_engine(model, spec, **BF16), expected)
+    plain = make_engine(model, **BF16)
+    expected = run(plain, mixed_work(), together=False)
+    check(plain, expected)
+    check(make_engine(model, NGRAM, **BF16), expected)
