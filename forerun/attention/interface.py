@@ -38,7 +38,8 @@ class AttentionSpec:
         scale: of the products of query and key, which make the scores.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.
         windows: a layer's window: a token sees so many tokens, itself included; None: all. () where no layer has one.
-        invariant: whether a row's bits must not depend on the rows that share its pass.
+        invariant: on a GPU too a row's bits must not depend on the other rows of a step, nor on how many of its own
+            request there are. On a CPU they never do.
     """
 
     shape: KVShape

@@ -30,6 +30,53 @@ LEAST_KEYS = 64  # of a split
 LONG_CHUNK = 128  # rows of a prompt that are worth a tile of `triton_prompts.py`
 
 
+@triton.jit
+def attend_keys(
+    q, position, start, stop, kv_head, cache, ints, table_at, path_at, path_start, num_path,
+    scale, softcap, window, block_stride,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PATHS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Queries [BLOCK_M, BLOCK_D] at their positions over the keys from start to stop: the largest score times log2(e),
+    the sum of exp2(score - largest), and the sum of that times the values."""
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims < DIM
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first in range(start, stop, BLOCK_N):
+        keys = first + tl.arange(0, BLOCK_N)
+        exists = keys < stop
+        block = tl.load(ints + table_at + keys // BLOCK_SIZE, mask=exists, other=0)
+        offset = keys % BLOCK_SIZE
+        if PATHS:
+            on_path = exists & (keys >= path_start) & (keys < path_start + num_path)
+            slot = tl.load(ints + path_at + keys - path_start, mask=on_path, other=0)
+            block = tl.where(on_path, slot // BLOCK_SIZE, block)
+            offset = tl.where(on_path, slot % BLOCK_SIZE, offset)
+        at = block.to(tl.int64) * block_stride + (kv_head * BLOCK_SIZE + offset) * DIM
+        k = tl.load(cache + at[None, :] + dims[:, None], mask=exists[None, :] & in_dim[:, None], other=0.0)
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if CAPPED:
+            scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # tanh
+        seen = exists[None, :] & (keys[None, :] <= position[:, None])
+        if WINDOWED:
+            seen = seen & (keys[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))  # log2(e), for exp2
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.math.exp2(scores - finite[:, None])
+        shrink = tl.math.exp2(largest - finite)
+        total = total * shrink + tl.sum(weights, 1)
+        v_at = cache + at[:, None] + BLOCK_SIZE * KV_HEADS * DIM + dims[None, :]
+        v = tl.load(v_at, mask=exists[:, None] & in_dim[None, :], other=0.0)
+        acc = acc * shrink[:, None]
+        acc += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        largest = new_largest
+    return largest, total, acc
+
+
 # A step's numbers lie at any address: code must not depend on which.
 @triton.jit(do_not_specialize=["rows", "splits"], do_not_specialize_on_alignment=["tiles", "ints"])
 def _attend(
@@ -66,38 +113,11 @@ def _attend(
     q_at = query + token[:, None] * q_stride + heads[:, None] * DIM + dims[None, :]
     q = tl.load(q_at, mask=used[:, None] & in_dim[None, :], other=0.0)
 
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for first in range(start, stop, BLOCK_N):
-        keys = first + tl.arange(0, BLOCK_N)
-        exists = keys < stop
-        block = tl.load(ints + table_at + keys // BLOCK_SIZE, mask=exists, other=0)
-        offset = keys % BLOCK_SIZE
-        if PATHS:
-            on_path = exists & (keys >= path_start) & (keys < path_start + num_path)
-            slot = tl.load(ints + path_at + keys - path_start, mask=on_path, other=0)
-            block = tl.where(on_path, slot // BLOCK_SIZE, block)
-            offset = tl.where(on_path, slot % BLOCK_SIZE, offset)
-        at = block.to(tl.int64) * block_stride + (kv_head * BLOCK_SIZE + offset) * DIM
-        k = tl.load(cache + at[None, :] + dims[:, None], mask=exists[None, :] & in_dim[:, None], other=0.0)
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-        if CAPPED:
-            scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # tanh
-        seen = exists[None, :] & (keys[None, :] <= position[:, None])
-        if WINDOWED:
-            seen = seen & (keys[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))  # log2(e), for exp2
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.math.exp2(scores - finite[:, None])
-        shrink = tl.math.exp2(largest - finite)
-        total = total * shrink + tl.sum(weights, 1)
-        v_at = cache + at[:, None] + BLOCK_SIZE * KV_HEADS * DIM + dims[None, :]
-        v = tl.load(v_at, mask=exists[:, None] & in_dim[None, :], other=0.0)
-        acc = acc * shrink[:, None]
-        acc += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
-        largest = new_largest
+    largest, total, acc = attend_keys(
+        q, position, start, stop, kv_head, cache, ints, table_at, path_at, path_start, num_path,
+        scale, softcap, window, block_stride,
+        KV_HEADS, DIM, BLOCK_SIZE, CAPPED, WINDOWED, PATHS, BLOCK_M, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
 
     if not SPLIT:
         out_at = out + (token[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * DIM + dims[None, :]
@@ -229,16 +249,21 @@ class TritonAttention(ReferenceAttention):
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         self.write(layer, inputs)
-        tables, shape, num_heads = self._tables, self.shape, self.spec.num_heads
-        kv_heads, dim, product = shape.num_kv_heads, shape.head_dim, inputs.product
-        num_tiles, splits, group = tables.tiles.shape[0], tables.splits, num_heads // kv_heads
-        out = product.new_empty(product.shape[0], num_heads, dim)
+        tables, product = self._tables, inputs.product
+        out = product.new_empty(product.shape[0], self.spec.num_heads, self.shape.head_dim)
         if out.shape[0] > tables.slots.shape[0]:
             out[tables.slots.shape[0] :] = 0
         if self._chunks is not None:
             attend_chunks(self.spec, layer, product, self.cache[:, layer], out, self._chunks)
-        if not num_tiles:
-            return out
+        if tables.tiles.shape[0]:
+            self.launch(layer, product, out)
+        return out
+
+    def launch(self, layer: int, product: Tensor, out: Tensor) -> None:
+        """Attend from the queries of `product` to what is written, into out [T, heads, D]; there are tiles."""
+        tables, shape, num_heads = self._tables, self.shape, self.spec.num_heads
+        kv_heads, dim = shape.num_kv_heads, shape.head_dim
+        num_tiles, splits, group = tables.tiles.shape[0], tables.splits, num_heads // kv_heads
         partial = stats = out  # unused
         if splits > 1:
             parts = num_tiles * splits * kv_heads * tables.rows * group
@@ -266,7 +291,6 @@ class TritonAttention(ReferenceAttention):
                 WIDTH=next(width for width in JOIN_WIDTHS if width >= splits),
                 WINDOWED=window is not None, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=1,
             )  # fmt: skip
-        return out
 
     def write(self, layer: int, inputs: AttentionInputs) -> None:
         rope = inputs.rope or Rope(*inputs.product.new_empty(2, 0, 0))  # nothing is rotated

@@ -127,7 +127,7 @@ def _judged(
 
 def is_exact(llm: LLM) -> bool:
     """Whether a row's bits do not depend on the rows beside it."""
-    return llm.info.device == "cpu"
+    return llm.info.exact_rows
 
 
 def _spell(llm: LLM, ids: Sequence[int]) -> str:

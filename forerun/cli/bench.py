@@ -32,6 +32,7 @@ from forerun.cli.bench_arguments import VllmCommand, counts, floats, goodput_lim
 from forerun.cli.generate import say
 from forerun.cli.serve import parse_bytes
 from forerun.cli.speculation import (
+    BatchInvariantOption,
     SpecMethodOption,
     SpecModelOption,
     SpecTokensOption,
@@ -389,6 +390,7 @@ def offline(
     spec_method: SpecMethodOption = None,
     spec_model: SpecModelOption = None,
     spec_tokens: SpecTokensOption = None,
+    batch_invariant: BatchInvariantOption = False,
     dataset_name: DatasetName = "spec_bench",
     dataset_path: DatasetPath = None,
     num_prompts: NumPrompts = 40,
@@ -440,6 +442,7 @@ def offline(
         speculative_config=spec,
         device=device,
         dtype=dtype,
+        batch_invariant=batch_invariant,
         num_threads=num_threads,
         kv_cache_memory_bytes=cache_bytes,
         max_num_seqs=max_concurrency,

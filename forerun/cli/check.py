@@ -17,6 +17,7 @@ from forerun.check.report import Check, Outcome, Report, Row, check_expectation
 from forerun.cli.generate import say
 from forerun.cli.serve import parse_bytes
 from forerun.cli.speculation import (
+    BatchInvariantOption,
     SpecMethodOption,
     SpecModelOption,
     SpecTokensOption,
@@ -43,6 +44,7 @@ def check(
     spec_method: SpecMethodOption = None,
     spec_model: SpecModelOption = None,
     spec_tokens: SpecTokensOption = None,
+    batch_invariant: BatchInvariantOption = False,
     num_prompts: Annotated[int | None, typer.Option(help="Of the check's own; if not given, 6.", min=1)] = None,
     thorough: Annotated[bool, typer.Option("--thorough", help="More prompts, longer answers, more draws.")] = False,
     expect_lossy: Annotated[
@@ -87,6 +89,7 @@ def check(
             tokenizer=tokenizer,
             device=device,
             dtype=dtype,
+            batch_invariant=batch_invariant,
             max_model_len=max_model_len,
             kv_cache_memory_bytes=cache_bytes,
             num_threads=num_threads,

@@ -14,6 +14,7 @@ import typer
 
 from forerun.cli.serve import parse_bytes
 from forerun.cli.speculation import (
+    BatchInvariantOption,
     LegacyModelOption,
     LegacyTokensOption,
     SpecMethodOption,
@@ -68,6 +69,7 @@ def generate(
     speculative_model: LegacyModelOption = None,
     num_speculative_tokens: LegacyTokensOption = None,
     spec_note: SpecNotesOption = None,
+    batch_invariant: BatchInvariantOption = False,
     tokenizer: Annotated[str | None, typer.Option(help="Where the tokenizer comes from, if not the model.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, tokens.")] = None,
     kv_cache_memory: Annotated[
@@ -133,6 +135,7 @@ def generate(
         tokenizer=tokenizer,
         device=device,
         dtype=dtype,
+        batch_invariant=batch_invariant,
         max_model_len=max_model_len,
         kv_cache_memory_bytes=cache_bytes,
         num_threads=num_threads,

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.speculation import (
+    BatchInvariantOption,
     LegacyModelOption,
     LegacyTokensOption,
     SpecMethodOption,
@@ -109,6 +110,7 @@ def serve(
     speculative_model: LegacyModelOption = None,
     num_speculative_tokens: LegacyTokensOption = None,
     spec_note: SpecNotesOption = None,
+    batch_invariant: BatchInvariantOption = False,
     tokenizer: Annotated[str | None, _engine("Where the tokenizer comes from; if not given, the model.")] = None,
     max_model_len: Annotated[
         str | None, _engine("Longest prompt plus output: 4096, 4k, 4K or auto.", metavar="TOKENS")] = None,
@@ -240,6 +242,7 @@ def serve(
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
         async_scheduling=async_scheduling,
+        batch_invariant=batch_invariant,
         num_threads=num_threads,
         reasoning_parser=reasoning_parser,
         logits_processors=tuple(logits_processors or ()),

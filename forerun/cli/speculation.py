@@ -37,6 +37,13 @@ SpecTokensOption = Annotated[
 ]
 LegacyModelOption = Annotated[str | None, typer.Option("--speculative-model", hidden=True)]
 LegacyTokensOption = Annotated[int | None, typer.Option("--num-speculative-tokens", hidden=True)]
+BatchInvariantOption = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="The same text in any company and with any draft on a GPU too, more slowly; on a CPU it always is.",
+    ),
+]
 SpecNotesOption = Annotated[list[str] | None, typer.Option("--spec-note", hidden=True)]  # see cli/llama_cpp.py
 
 _DOTTED = re.compile(r"(?:--speculative-config|-sc)\.(?P<path>[^=]*)(?P<equals>=)?(?P<value>.*)", re.DOTALL)

@@ -108,6 +108,8 @@ def build_engine(config: EngineConfig) -> Engine:
     _check_budget(config, device)
     plan = check_room(config, this_machine(device))
     target = _load_target(config, path, model_config, device)
+    if device.type != "cpu":
+        gpu.check_rows(target.model)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, target.model.kv_dtype)
     reasoning = None if config.reasoning_parser is None else reasoning_format(config.reasoning_parser)
     structured = StructuredProcessor(target.tokenizer, set(target.eos_token_ids), reasoning)
@@ -244,10 +246,11 @@ def _target_info(config: SettledConfig, target: Target, kv_dtype: torch.dtype, c
 
 
 def _check_budget(config: SettledConfig, device: torch.device) -> None:
-    """Fail, before weights load, where more memory is asked for than is free."""
+    """Fail, before weights load, where more is asked for than there is."""
     if device.type == "cpu":
         kv_cache_bytes(config.kv_cache_memory_bytes)
     else:
+        gpu.check_kernels(config)
         gpu.check_budget(config, device)
 
 
@@ -262,7 +265,13 @@ def _load_target(config: SettledConfig, path: str, model_config: DecoderConfig, 
     max_positions = config.max_model_len or model_config.max_position_embeddings
     form = weights_form(config, Path(path), device.type != "cpu")
     model = load_model(
-        path, form.dtype, max_positions, packed=form.packed, quantization=form.quantization, device=device
+        path,
+        form.dtype,
+        max_positions,
+        packed=form.packed,
+        quantization=form.quantization,
+        device=device,
+        invariant=config.batch_invariant,
     )
     return Target(model_config, model, form.packed, tokenizer, time.perf_counter() - started)
 
@@ -300,6 +309,7 @@ def _info(
         eos_token_ids=target.eos_token_ids,
         sampling_defaults=defaults,
         rejection_sample_method=spec.rejection_sample_method if spec else "match",
+        exact_rows=target.model.device.type == "cpu" or target.model.invariant,
         lossless=LOSSLESS[spec.rejection_sample_method] if spec else LOSSLESS["match"],
         log_lines=[*lines, *notes, *(f"WARNING: {warning}" for warning in _warnings(config, target.model))],
     )

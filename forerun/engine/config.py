@@ -60,6 +60,9 @@ class EngineConfig:
         block_size: tokens a block.
         async_scheduling: launch a step before the one in flight is read, where nothing of that has to be known; None:
             on a GPU.
+        batch_invariant: on a GPU too a request's text must not depend on drafts, nor on who else is served: each row
+            is added up in one order in any company, which takes longer. Needs Triton. On a CPU this always holds, and
+            the setting is without effect.
         enable_prefix_caching: keep full blocks of finished requests for prompts that begin alike.
         num_threads: threads of the CPU's kernels; None: PyTorch's own choice.
         reasoning_parser: the tags that the model puts around its reasoning: a name of `parsers/formats.py`, or a pair
@@ -88,6 +91,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     block_size: int = 16
     async_scheduling: bool | None = None
+    batch_invariant: bool = False
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     reasoning_parser: str | None = None

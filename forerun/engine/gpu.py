@@ -12,7 +12,9 @@ import torch
 from forerun.attention import GPU_ROW_TILE, Segment
 from forerun.attention.slots import BlockTables
 from forerun.engine.config import SettledConfig
+from forerun.errors import ConfigError
 from forerun.kernels import cuda
+from forerun.kernels.fused import PlainLinear
 from forerun.memory.budget import GIB, GpuMemory, gpu_allowance, gpu_cache_bytes
 from forerun.memory.passes import GRAPH_BYTES, LOGIT_BYTES, graph_shapes
 from forerun.models.config import DecoderConfig
@@ -31,6 +33,34 @@ def model_dtype(wanted: str, path: str) -> torch.dtype:
     metadata = read_metadata(path) if Path(path).is_dir() else {}
     stored = str(metadata.get("dtype") or metadata.get("torch_dtype")).removeprefix("torch.")
     return torch.float16 if stored == "float16" else torch.bfloat16
+
+
+def check_kernels(config: SettledConfig) -> None:
+    """Fail where settings need kernels that are not there.
+
+    Raises:
+        ConfigError: batch_invariant, without Triton.
+    """
+    if config.batch_invariant and not cuda.available():
+        raise ConfigError("batch_invariant=True needs Triton on a GPU: install triton, or leave it out")
+
+
+@torch.inference_mode()
+def check_rows(model: Decoder) -> None:
+    """Fail where the products of `batch_invariant` are not row-exact.
+
+    Raises:
+        ConfigError: this GPU adds up otherwise than those that we know.
+    """
+    if not model.invariant:
+        return
+    by_shape = {linear.shape: linear for linear in model.linears if isinstance(linear, PlainLinear)}
+    for (num_columns, depth), linear in by_shape.items():
+        if not cuda.product_ops().is_row_exact(linear.weight):
+            raise ConfigError(
+                f"batch_invariant=True cannot be kept on this GPU: with weights [{num_columns}, {depth}] a row has "
+                "other bits in other company; leave it out"
+            )
 
 
 def check_budget(config: SettledConfig, device: torch.device) -> None:

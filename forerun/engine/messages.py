@@ -151,6 +151,7 @@ class EngineInfo(msgspec.Struct, tag="ready"):
     sampling_defaults: dict[str, Any] = {}  # the model's, for fields that a request leaves out
     rejection_sample_method: str = "match"
     lossless: str = "path"  # what that rule promises, see `spec/rules.py`
+    exact_rows: bool = True  # whether the target's rows have the same bits in any company
     log_lines: list[str] = []  # what start-up said, for the front's log
 
 

@@ -7,12 +7,14 @@ from types import ModuleType
 from torch import Tensor
 
 _ops: ModuleType | None
+_product: ModuleType | None
 _sampling: ModuleType | None
 try:
     from forerun.kernels import triton_ops as _ops
+    from forerun.kernels import triton_product as _product
     from forerun.kernels import triton_sampling as _sampling
 except ImportError:
-    _ops = _sampling = None
+    _ops = _product = _sampling = None
 
 
 def available() -> bool:
@@ -24,6 +26,12 @@ def ops() -> ModuleType:
     """`triton_ops`, the kernels' callers."""
     assert _ops is not None, "ask available() first"
     return _ops
+
+
+def product_ops() -> ModuleType:
+    """`triton_product`, products whose rows are bit-exact."""
+    assert _product is not None, "ask available() first"
+    return _product
 
 
 def sampling_ops() -> ModuleType:

@@ -2,7 +2,7 @@
 
 A linear layer is plain torch (`PlainLinear`) or packed (`packed.PackedLinear`). Packed ones run in the CPU extension,
 one call a step; plain ones are composed of `forerun.kernels.reference`, or on a GPU of cuBLAS and `triton_ops`. On a
-CPU rows are bit-exact either way.
+CPU rows are bit-exact either way, on a GPU where a linear is `invariant`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from forerun.kernels.packed import PackedLinear, PackedWeight
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """y = x W^T + bias: weight [N, K], bias [N] or None, of the dtype of x."""
+    """y = x W^T + bias: weight [N, K], bias [N] or None, of the dtype of x.
+
+    Attributes:
+        invariant: on a GPU too a row's bits must not depend on the other rows of a call; needs Triton there.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    invariant: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -31,7 +36,23 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]"""
-        return F.linear(x, self.weight, self.bias) if x.is_cuda else reference.linear(x, self.weight, self.bias)
+        if not x.is_cuda:
+            return reference.linear(x, self.weight, self.bias)
+        if self.invariant:
+            return cuda.product_ops().linear(x, self.weight, self.bias)  # type: ignore[no-any-return]
+        return F.linear(x, self.weight, self.bias)
+
+    def add_on_gpu(self, x: Tensor, residual: Tensor, scale: float) -> bool:
+        """residual [T, N] += scale * y in one launch, if there is a kernel for that: whether there is."""
+        if not x.is_cuda:
+            return False
+        if self.invariant:
+            cuda.product_ops().linear(x, self.weight, self.bias, residual, scale)
+            return True
+        if self.bias is None:  # cuBLAS adds as it writes
+            residual.addmm_(x, self.weight.t(), alpha=scale)
+            return True
+        return False
 
 
 Linear = PlainLinear | PackedLinear
@@ -142,10 +163,8 @@ ADD = Merge()
 def linear_add(x: Tensor, linear: Linear, residual: Tensor, merge: Merge = ADD) -> None:
     """x [T, K] times the weights, merged into residual [T, N]."""
     if isinstance(linear, PlainLinear):
-        if x.is_cuda and linear.bias is None and merge.norm is None:  # cuBLAS adds as it writes
-            residual.addmm_(x, linear.weight.t(), alpha=merge.scale)
-            return
-        merge(linear(x), residual)
+        if merge.norm is not None or not linear.add_on_gpu(x, residual, merge.scale):
+            merge(linear(x), residual)
         return
     stride, num_rows = _row_stride(x, linear.k), x.shape[0]
     to_stride = _row_stride(residual, linear.n)

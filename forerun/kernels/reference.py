@@ -85,7 +85,16 @@ def route(scores: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Ten
     ordered, indices = scores.sort(dim=-1, descending=True, stable=True)
     weights = torch.exp(ordered - ordered[:, :1])
     chosen = weights[:, :num_chosen]
-    return indices[:, :num_chosen], chosen / (chosen if normalize else weights).sum(-1, keepdim=True)
+    return indices[:, :num_chosen], chosen / _row_sums(chosen if normalize else weights)
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """[T, E] -> [T, 1], by halves: in one order for any T, as torch's own sum on a GPU is not."""
+    x = F.pad(x, (0, (1 << (x.shape[1] - 1).bit_length()) - x.shape[1]))
+    while x.shape[1] > 1:
+        first, second = x.chunk(2, dim=1)
+        x = first + second
+    return x
 
 
 def check_row_exactness(weight_shapes: Iterable[tuple[int, int]]) -> bool:

@@ -25,7 +25,7 @@ Tap = tuple[int, bool]
 """(j, after the final norm): j names the residual stream that enters layer j; num_layers is what leaves the last."""
 
 
-def attention_spec(config: DecoderConfig, block_size: int = 16) -> AttentionSpec:
+def attention_spec(config: DecoderConfig, block_size: int = 16, *, invariant: bool = False) -> AttentionSpec:
     """What the model's attention backend is built from."""
     return AttentionSpec(
         KVShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size),
@@ -33,6 +33,7 @@ def attention_spec(config: DecoderConfig, block_size: int = 16) -> AttentionSpec
         scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
         softcap=config.attention_softcap,
         windows=config.sliding_windows,
+        invariant=invariant,
     )
 
 
@@ -63,16 +64,28 @@ class Decoder:
         weights: for every name of `config.weight_shapes()` a tensor of that shape, all of one dtype; or, for matrices,
             packed weights (see `layers.Weight`), which compute in float32.
         max_positions: positions 0..max_positions-1 can be computed; None: the config's.
+        invariant: on a GPU too a row's bits must not depend on the other rows of a call; needs Triton there.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, Weight], max_positions: int | None = None) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, Weight],
+        max_positions: int | None = None,
+        *,
+        invariant: bool = False,
+    ) -> None:
         self.config = config
+        self.invariant = invariant
         embedding = weights["embedding"]
         assert not isinstance(embedding, PackedLinear)
         self.embedding: Embedding = embedding  # [V, H]
         self.norm = vector_of(weights, "norm")
-        self.head: Linear = linear_of(weights, "embedding" if config.tie_word_embeddings else "head")  # [V, H]
-        self.layers = [LayerWeights.of(weights, config, layer) for layer in range(config.num_layers)]
+        head = "embedding" if config.tie_word_embeddings else "head"
+        self.head: Linear = linear_of(weights, head, invariant)  # [V, H]
+        self.layers = [
+            LayerWeights.of(weights, config, layer, invariant=invariant) for layer in range(config.num_layers)
+        ]
         self.max_positions = max_positions or config.max_position_embeddings
         self.rope_tables = [
             rope_tables(rope, config.head_dim, self.max_positions, self.norm) for rope in config.ropes

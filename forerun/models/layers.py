@@ -34,7 +34,10 @@ class LayerWeights:
     mlp_merge: Merge
 
     @classmethod
-    def of(cls, weights: Mapping[str, Weight], config: DecoderConfig, layer: int) -> LayerWeights:
+    def of(
+        cls, weights: Mapping[str, Weight], config: DecoderConfig, layer: int, *, invariant: bool = False
+    ) -> LayerWeights:
+        """invariant: see `PlainLinear`."""
         prefix = f"layers.{layer}."
 
         def norm(name: str) -> Tensor | None:
@@ -43,15 +46,16 @@ class LayerWeights:
         def merge(name: str) -> Merge:
             return Merge(norm(name), config.rms_norm_eps, config.residual_scale)
 
+        mlp_of = _experts_of if config.has_experts(layer) else _mlp_of
         return cls(
             attn_norm=norm("attn_norm"),
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
-            qkv=linear_of(weights, f"{prefix}qkv"),
-            output=linear_of(weights, f"{prefix}output"),
+            qkv=linear_of(weights, f"{prefix}qkv", invariant),
+            output=linear_of(weights, f"{prefix}output", invariant),
             attn_merge=merge("post_attn_norm"),
             mlp_norm=norm("mlp_norm"),
-            mlp=_experts_of(weights, config, prefix) if config.has_experts(layer) else _mlp_of(weights, config, prefix),
+            mlp=mlp_of(weights, config, prefix, invariant),
             mlp_merge=merge("post_mlp_norm"),
         )
 
@@ -60,16 +64,17 @@ class LayerWeights:
         return self.qkv, self.output, *self.mlp.linears
 
 
-def _mlp_of(weights: Mapping[str, Weight], config: DecoderConfig, prefix: str) -> Mlp:
-    gate_up, down = (linear_of(weights, prefix + name) for name in ("gate_up", "down"))
+def _mlp_of(weights: Mapping[str, Weight], config: DecoderConfig, prefix: str, invariant: bool) -> Mlp:
+    gate_up, down = (linear_of(weights, prefix + name, invariant) for name in ("gate_up", "down"))
     return Mlp(gate_up, down, config.activation)
 
 
-def _experts_of(weights: Mapping[str, Weight], config: DecoderConfig, prefix: str) -> Experts:
+def _experts_of(weights: Mapping[str, Weight], config: DecoderConfig, prefix: str, invariant: bool) -> Experts:
     moe = config.moe
     assert moe is not None
-    experts = [_mlp_of(weights, config, f"{prefix}experts.{expert}.") for expert in range(moe.num_experts)]
-    return Experts(linear_of(weights, f"{prefix}router"), experts, moe.experts_per_token, moe.normalize)
+    experts = [_mlp_of(weights, config, f"{prefix}experts.{expert}.", invariant) for expert in range(moe.num_experts)]
+    router = linear_of(weights, f"{prefix}router", invariant)
+    return Experts(router, experts, moe.experts_per_token, moe.normalize)
 
 
 def activation_terms(name: str) -> int:
@@ -78,14 +83,15 @@ def activation_terms(name: str) -> int:
     return 2 if name.endswith(".qkv") else 1
 
 
-def linear_of(weights: Mapping[str, Weight], name: str) -> Linear:
-    """The matrix `name`, with `<name>_bias` if that is there."""
+def linear_of(weights: Mapping[str, Weight], name: str, invariant: bool = False) -> Linear:
+    """The matrix `name`, with `<name>_bias` if that is there. invariant: see `PlainLinear`."""
     weight = weights[name]
     if isinstance(weight, PackedLinear):
         return weight
     if isinstance(weight, PackedWeight):
         return PackedLinear([weight], terms=activation_terms(name))
-    return PlainLinear(weight, vector_of(weights, f"{name}_bias") if f"{name}_bias" in weights else None)
+    bias = vector_of(weights, f"{name}_bias") if f"{name}_bias" in weights else None
+    return PlainLinear(weight, bias, invariant)
 
 
 def vector_of(weights: Mapping[str, Weight], name: str) -> Tensor:

@@ -113,6 +113,7 @@ def load_model(
     packed: bool = False,
     quantization: str | None = None,
     device: torch.device = CPU,
+    invariant: bool = False,
 ) -> Decoder:
     """Load a decoder.
 
@@ -124,6 +125,7 @@ def load_model(
             others become plain float32. Needs dtype float32.
         quantization: "int8" makes int8 of the matrices of floating kinds too, and of those that have no packed kind.
         device: where the weights lie and the model runs; packed ones on a CPU only.
+        invariant: see `Decoder`.
     Raises:
         CheckpointError: missing, broken or unsupported; one line that names the file and the tensor.
         ConfigError: a quantization that we do not know, or that lacks the CPU extension.
@@ -135,7 +137,7 @@ def load_model(
         checkpoint = open_checkpoint(path)
         weights = _load_weights(checkpoint, dtype, choose, device)
     limit = min(checkpoint.config.max_position_embeddings, DEFAULT_MAX_POSITIONS)
-    return Decoder(checkpoint.config, weights, max_positions or limit)
+    return Decoder(checkpoint.config, weights, max_positions or limit, invariant=invariant)
 
 
 def kind_for(packed: bool, quantization: str | None) -> KindFor | None:

@@ -47,19 +47,28 @@ def new_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def new_attention(
-    config: DecoderConfig, memory: Tensor, kv_dtype: torch.dtype, block_size: int, *, alone: bool = False
+    config: DecoderConfig,
+    memory: Tensor,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    *,
+    alone: bool = False,
+    invariant: bool = False,
 ) -> AttentionBackend:
     """The fastest backend there is.
 
     Args:
         memory: uint8 [bytes], a pool of all groups, or a head's own.
         alone: whether no other group has blocks in it.
+        invariant: see `AttentionSpec`.
     """
-    spec = attention_spec(config, block_size)
+    spec = attention_spec(config, block_size, invariant=invariant)
     if cuda.serves(memory):
         from forerun.attention.triton import TritonAttention  # only where there is Triton
+        from forerun.attention.triton_invariant import InvariantAttention
 
-        return TritonAttention(spec, memory, kv_dtype, alone)
+        backend = InvariantAttention if invariant else TritonAttention
+        return backend(spec, memory, kv_dtype, alone)
     if memory.is_cpu and native.available():
         return NativeAttention(spec, memory, kv_dtype)
     return ReferenceAttention(spec, memory, kv_dtype, alone)
@@ -84,7 +93,8 @@ class PagedModel:
         cls, model: Decoder, memory: Tensor, kv_dtype: torch.dtype, block_size: int, *, alone: bool = False
     ) -> PagedModel:
         """With the fastest backend there is: see `new_attention`."""
-        return cls(model, new_attention(model.config, memory, kv_dtype, block_size, alone=alone), block_size)
+        attention = new_attention(model.config, memory, kv_dtype, block_size, alone=alone, invariant=model.invariant)
+        return cls(model, attention, block_size)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], taps: Sequence[Tap] = ()) -> DecoderOutput:

@@ -75,6 +75,7 @@ def test_a_file_gives_flags_and_the_command_line_wins(
     config, settings = serve_settings(monkeypatch, capsys, "--config", str(file), "--max-num-seqs", "5", "--api-key=a")
     assert (config.model, config.max_model_len, config.max_num_seqs) == ("mine", 4000, 5)
     assert not config.enable_prefix_caching
+    assert not config.batch_invariant
     assert config.speculative_config.num_speculative_tokens == 3
     assert settings.served_model_names == ("A", "B")
     assert settings.api_keys == ("a",)
@@ -208,3 +209,9 @@ def test_ctrl_c_while_it_starts_is_one_line(command: list[str], after_s: float, 
     assert err.splitlines()[-1] == "forerun: interrupted", err
     # Python ends by the signal itself where that came inside of exec(), as when a dataclass is made; a shell sees 130.
     assert popen.returncode in (130, -signal.SIGINT)
+
+
+def test_batch_invariant_reaches_the_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve_settings(monkeypatch, capsys, "m", "--batch-invariant")[0].batch_invariant

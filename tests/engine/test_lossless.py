@@ -95,6 +95,12 @@ def test_without_the_extension_torch_serves(
     assert_same(run(engine, mixed_work()), expected)
 
 
+def test_batch_invariant_changes_nothing_on_a_cpu(tiny_model: Path, reference: list[Result]) -> None:
+    engine = make_engine(tiny_model, NGRAM, batch_invariant=True)
+    assert engine.info().exact_rows
+    assert_same(run(engine, mixed_work()), reference)
+
+
 def _right(tokens: list[int], rng: random.Random) -> RequestDraft:
     return chain(tokens)
 
