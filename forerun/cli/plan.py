@@ -59,7 +59,7 @@ def plan(
     max_num_seqs: Annotated[int | None, typer.Option(
         help="Most requests in one step; if not given, 64, on a GPU 256.")] = None,
     max_num_batched_tokens: Annotated[str | None, typer.Option(
-        metavar="TOKENS", help="Most tokens in one step; if not given, 512, on a GPU 8192.")] = None,
+        metavar="TOKENS", help="Most tokens in one step; if not given, 512, on a GPU 2048 or 8192.")] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16; fp8 is counted only.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32; on a GPU also bfloat16 and float16.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="int8; fp8 and int4 are counted only.")] = None,

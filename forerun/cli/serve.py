@@ -117,7 +117,7 @@ def serve(
     max_num_seqs: Annotated[int | None, _engine(
         "Most requests in one step; if not given, 64, on a GPU 256.")] = None,
     max_num_batched_tokens: Annotated[str | None, _engine(
-        "Most tokens in one step; if not given, 512, on a GPU 8192.", metavar="TOKENS")] = None,
+        "Most tokens in one step; if not given, 512, on a GPU 2048 or 8192.", metavar="TOKENS")] = None,
     max_num_waiting: Annotated[int, _engine("Most requests that wait; one more gets HTTP 503.")] = 4096,
     restart_engine: Annotated[bool, _engine(
         "Start another engine where it dies; if not given, the server ends.", "--restart-engine")] = False,

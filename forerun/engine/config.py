@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 THREADS_A_CORE = 4  # more only fight each other
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-STEP_LIMITS = {"max_num_seqs": (64, 256), "max_num_batched_tokens": (512, 8192)}  # on a CPU, on a GPU
+CPU_LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+GPU_LIMITS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+LARGE_GPU_LIMITS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+LARGE_GPU_BYTES = 64 << 30  # of memory: what the activations of so many rows take does not count there
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
 COUNTS = (
     "max_model_len",
@@ -46,7 +49,7 @@ class EngineConfig:
         max_model_len: longest prompt plus output, tokens; None: the model's own, cut to what the KV cache holds.
         max_num_seqs: most requests in one step; None: 64, on a GPU 256.
         max_num_batched_tokens: most tokens in one step, drafted ones included; longer prompts are computed in chunks.
-            None: 512, on a GPU 8192.
+            None: 512, on a GPU 2048, from 64 GiB of memory on 8192.
         max_num_waiting: most requests that wait in a server; one more is refused.
         max_engine_restarts: most times in a row that a server starts another engine in the place of one that died; 0:
             none, and the server ends.
@@ -125,17 +128,18 @@ class EngineConfig:
         if self.quantization is not None and self.dtype != "auto":
             raise ConfigError(f"quantization='int8' and dtype={self.dtype!r} exclude each other: leave one out")
 
-    def settle(self, on_gpu: bool) -> SettledConfig:
-        """With what depends on the device."""
+    def settle(self, gpu_bytes: int | None) -> SettledConfig:
+        """With what depends on the device. gpu_bytes: a GPU's memory; None: it is a CPU."""
+        limits = CPU_LIMITS
+        if gpu_bytes is not None:
+            limits = LARGE_GPU_LIMITS if gpu_bytes >= LARGE_GPU_BYTES else GPU_LIMITS
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, limits in STEP_LIMITS.items():
-            values[name] = limits[on_gpu] if values[name] is None else values[name]
-        return SettledConfig(**values)
+        return SettledConfig(**values | {name: values[name] or limit for name, limit in limits.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettledConfig(EngineConfig):
     """Settings for a device that is known."""
 
-    max_num_seqs: int = STEP_LIMITS["max_num_seqs"][False]
-    max_num_batched_tokens: int = STEP_LIMITS["max_num_batched_tokens"][False]
+    max_num_seqs: int = CPU_LIMITS["max_num_seqs"]
+    max_num_batched_tokens: int = CPU_LIMITS["max_num_batched_tokens"]

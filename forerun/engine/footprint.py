@@ -144,7 +144,7 @@ def footprint(config: EngineConfig, machine: Machine, counted: Counted = NOTHING
         ConfigError: as `build_engine`, as far as configs and headers tell.
     """
     on_gpu = machine.device == "GPU"
-    config = config.settle(on_gpu)
+    config = config.settle(machine.total if on_gpu else None)
     check_device(config, on_gpu)
     path = resolve_model(config.model, weights=counted.weights)
     form = weights_form(config, path, on_gpu)

@@ -399,7 +399,8 @@ def test_a_gpu_that_does_not_hold_the_weights_says_what_would_help(capsys: pytes
 
 def test_a_draft_is_an_option_to_leave_out(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--gpu-memory", "24GiB", "--max-model-len", "40960", "--gpu-memory-utilization", "0.9")
-    plans = report(capsys, TARGET, *flags, drafts=(EAGLE3,))
+    steps = ("--max-num-seqs", "64", "--max-num-batched-tokens", "512")
+    plans = report(capsys, TARGET, *flags, *steps, drafts=(EAGLE3,))
     [message] = [line for line in plans["eagle3"]["warnings"] if line.startswith("does not fit")]
     plain, drafting = plans["none"], plans["eagle3"]
     kept = sum(drafting["kept_bytes"].values()) - sum(plain["kept_bytes"].values())

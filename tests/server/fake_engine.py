@@ -130,8 +130,8 @@ class FakeEngine:
         return EngineInfo(
             model=self._config.model,
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=self._config.settle(False).max_num_seqs,
-            max_num_batched_tokens=self._config.settle(False).max_num_batched_tokens,
+            max_num_seqs=self._config.settle(None).max_num_seqs,
+            max_num_batched_tokens=self._config.settle(None).max_num_batched_tokens,
             block_size=16,
             num_blocks=NUM_BLOCKS,
             kv_cache_tokens=NUM_BLOCKS * 16,
