@@ -133,6 +133,9 @@ class AttentionBackend(Protocol):
     row_tile: int
     """Most rows a QueryTile may have."""
 
+    title: str
+    """What attends, for the log."""
+
     def begin(self, layout: StepLayout) -> None:
         """The layout of the step whose layers are attended next."""
         ...

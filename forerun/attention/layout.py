@@ -48,6 +48,16 @@ class Segment:
         return [self.blocks[p // block_size] * block_size + p % block_size for p in places]
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows of a step that follow one another in one request's chain; each sees what was before it, and itself."""
+
+    first_row: int
+    num_rows: int
+    first_position: int
+    block_table: Sequence[int]
+
+
 def lay_out(segments: Iterable[Segment], *, block_size: int, row_tile: int) -> StepLayout:
     """Rows follow one another in the order of the segments."""
     slots: list[int] = []
@@ -57,6 +67,33 @@ def lay_out(segments: Iterable[Segment], *, block_size: int, row_tile: int) -> S
         slots += segment.slots(block_size)
         tiles += _tiles(segment, first_row, slots[first_row:], row_tile)
     return StepLayout(torch.tensor(slots, dtype=torch.int64), tiles)
+
+
+def split_chunks(tiles: Sequence[QueryTile], least_rows: int, filling: int) -> tuple[list[Chunk], list[QueryTile]]:
+    """The chains that are worth a kernel for long ones, each put together again, and the tiles of all others.
+
+    A row's time is that of its keys. A chunk with so many of them that its last rows would run alone, long after all
+    others', stays tiles, whose keys can be split.
+
+    Args:
+        least_rows: of a chunk.
+        filling: rows that a device computes at once.
+    """
+    chains = list(_chains(tiles))
+    work = most_keys = 0
+    for num_keys, num_rows in sorted((c[-1].num_keys, _num_rows(c)) for c in chains if _num_rows(c) >= least_rows):
+        work += num_rows * num_keys
+        if work >= filling * num_keys:
+            most_keys = num_keys
+    chunks: list[Chunk] = []
+    others: list[QueryTile] = []
+    for chain in chains:
+        first, num_rows = chain[0], _num_rows(chain)
+        if num_rows >= least_rows and chain[-1].num_keys <= most_keys:
+            chunks.append(Chunk(first.rows[0], num_rows, first.first_position, first.block_table))
+        else:
+            others += chain
+    return chunks, others
 
 
 def flatten_tiles(tiles: Sequence[QueryTile], kind: str, first: int = 0) -> tuple[array[int], array[int]]:
@@ -81,6 +118,29 @@ def flatten_tiles(tiles: Sequence[QueryTile], kind: str, first: int = 0) -> tupl
         num_path = len(tile.path_slots)
         records.extend((rows_at, len(tile.rows), tile.first_position, table_at, path_at, tile.path_start, num_path))
     return ints, records
+
+
+def _chains(tiles: Sequence[QueryTile]) -> Iterator[list[QueryTile]]:
+    """Tiles that one chain was cut into, together; each other tile alone."""
+    run: list[QueryTile] = []
+    for tile in tiles:
+        if run and not (run[-1].block_table is tile.block_table and _continues(run[-1], tile)):
+            yield run
+            run = []
+        run.append(tile)
+    if run:
+        yield run
+
+
+def _num_rows(chain: Sequence[QueryTile]) -> int:
+    """0 where it is no chain but part of a tree."""
+    return 0 if chain[0].path_slots else sum(len(tile.rows) for tile in chain)
+
+
+def _continues(before: QueryTile, tile: QueryTile) -> bool:
+    """Whether a tile of the same request goes on where a chain's ends, in rows and in positions."""
+    chained = not before.path_slots and not tile.path_slots
+    return chained and tile.first_position == before.num_keys and tile.rows[0] == before.rows[-1] + 1
 
 
 def _tiles(segment: Segment, first_row: int, slots: list[int], row_tile: int) -> Iterator[QueryTile]:

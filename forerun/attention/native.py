@@ -31,6 +31,7 @@ class NativeAttention:
     """
 
     row_tile = 16
+    title = "the CPU extension"
 
     def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in (torch.float32, torch.bfloat16):

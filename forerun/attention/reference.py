@@ -33,6 +33,7 @@ class ReferenceAttention:
     """
 
     row_tile = ROW_TILE
+    title = "plain torch"
     heads_outermost = False
     """Whether a block's memory is [2, kv_heads, block_size, D]: what is read of a head lies together."""
 

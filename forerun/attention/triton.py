@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.attention.interface import GPU_ROW_TILE, AttentionInputs, AttentionSpec, Rope, StepLayout
-from forerun.attention.layout import TILE_FIELDS, flatten_tiles
+from forerun.attention.layout import TILE_FIELDS, Chunk, flatten_tiles, split_chunks
 from forerun.attention.reference import ReferenceAttention
 from forerun.attention.slots import BlockTables, SlotBatch, SlotRows
+from forerun.attention.triton_prompts import TILE_M, ChunkTables, attend_chunks, filling_rows, place_chunks
 from forerun.attention.triton_slots import SlotLayout, lay_out_slots
 from forerun.kernels.triton_ops import rope_qk
 from forerun.kernels.uploads import upload
@@ -26,6 +27,7 @@ from forerun.kernels.uploads import upload
 PROGRAMS_A_PROCESSOR = 3  # wanted of a launch, as far as keys can be split
 JOIN_WIDTHS = (4, 16)  # a kernel for each: parts that it joins at most
 LEAST_KEYS = 64  # of a split
+LONG_CHUNK = 128  # rows of a prompt that are worth a tile of `triton_prompts.py`
 
 
 @triton.jit
@@ -187,13 +189,24 @@ class TritonAttention(ReferenceAttention):
     """
 
     row_tile = GPU_ROW_TILE
+    title = "Triton"
     heads_outermost = True
 
     def __init__(self, spec: AttentionSpec, pool: Tensor, dtype: torch.dtype, alone: bool = False) -> None:
         super().__init__(spec, pool, dtype, alone)
         self._num_processors = _num_processors(pool.device)
+        # the kernel of chunks adds up in another order than that of single rows, and multiplies float32 slowly
+        self._takes_chunks = not spec.invariant and dtype.itemsize == 2
+        self._filling = filling_rows(spec, self._num_processors)
+        if self._takes_chunks:
+            rows = max(LONG_CHUNK, self._filling)
+            self.title = f"Triton; prompts in tiles of {TILE_M} where a step has {rows} rows of them or more"
 
     def begin(self, layout: StepLayout) -> None:
+        chunks: list[Chunk] = []
+        if self._takes_chunks:
+            chunks, others = split_chunks(layout.tiles, LONG_CHUNK, self._filling)
+            layout = StepLayout(layout.slots, others)
         num_rows, num_tiles = len(layout.slots), len(layout.tiles)
         numbers = upload(pack_layout(layout), torch.int32, self.cache.device)
         tiles_at, ints_at = num_rows, num_rows + num_tiles * TILE_FIELDS
@@ -205,7 +218,8 @@ class TritonAttention(ReferenceAttention):
                 max((len(tile.rows) for tile in layout.tiles), default=0),
                 max((tile.num_keys for tile in layout.tiles), default=0),
                 paths=any(tile.path_slots for tile in layout.tiles),
-            )
+            ),
+            place_chunks(chunks, self.spec, self.cache.device) if chunks else None,
         )
 
     def begin_slots(self, batch: SlotBatch, blocks: BlockTables, into: SlotLayout | None = None) -> SlotRows:
@@ -226,9 +240,12 @@ class TritonAttention(ReferenceAttention):
         wanted = PROGRAMS_A_PROCESSOR * self._num_processors // max(1, tiles.shape[0] * self.shape.num_kv_heads)
         return Tables(slots, tiles, ints, rows, max(1, min(JOIN_WIDTHS[-1], wanted, num_keys // LEAST_KEYS)), paths)
 
-    def use(self, tables: Tables) -> None:
-        """The tables of the step whose layers are attended next, as `begin` makes them."""
-        self._tables = tables
+    def use(self, tables: Tables, chunks: ChunkTables | None = None) -> None:
+        """The tables of the step whose layers are attended next, as `begin` makes them.
+
+        chunks: rows that no tile of the tables has.
+        """
+        self._tables, self._chunks = tables, chunks
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         self.write(layer, inputs)
@@ -236,6 +253,8 @@ class TritonAttention(ReferenceAttention):
         out = product.new_empty(product.shape[0], self.spec.num_heads, self.shape.head_dim)
         if out.shape[0] > tables.slots.shape[0]:
             out[tables.slots.shape[0] :] = 0
+        if self._chunks is not None:
+            attend_chunks(self.spec, layer, product, self.cache[:, layer], out, self._chunks)
         if tables.tiles.shape[0]:
             self.launch(layer, product, out)
         return out

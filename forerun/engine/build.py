@@ -126,6 +126,7 @@ def build_engine(config: EngineConfig) -> Engine:
     blocks = _block_tables(config, caches, device)
     recording = gpu.Recording(device, gpu.num_graphs(config, target.model) + len(draft_shapes))
     if device.type != "cpu":
+        notes.append(f"Attention: {paged.attention.title}")
         paged = gpu.record(paged, config, blocks[0], proposer.hidden_taps)
     device_step, why_not = _device_step(config, paged, blocks, proposer)
     if device_step is not None:

@@ -86,6 +86,7 @@ class Engine:
         self._totals = EngineStats()
         self._clock = StepClock()
         self.device_step = device_step  # None: every step is read before the next
+        self._on_device = proposer, verifier  # whose work the device step does; others, put in their places, do it here
         self._flight: Flight | None = None
         self._on_host: set[str] = set()  # requests of which the host has to see each step
 
@@ -170,7 +171,7 @@ class Engine:
 
     def _runs_ahead(self) -> bool:
         """Whether the next step can be launched before the one in flight is read."""
-        if self.device_step is None:
+        if self.device_step is None or (self.proposer, self.verifier) != self._on_device:
             return False
         if self._on_host and any(r.request_id in self._on_host for r in self.scheduler.next_requests):
             return False

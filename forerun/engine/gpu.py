@@ -23,7 +23,7 @@ from forerun.models.loading import read_metadata
 from forerun.models.paged import DTYPES, PagedModel, new_memory
 
 CONTEXT_BYTES = 512 << 20  # of CUDA and its libraries, before anything is loaded
-SEGMENT_ROWS = 16  # of the sequences of the measured pass
+SEGMENT_ROWS = (16, 1024)  # of the sequences of the measured pass: what decodes, and prompts
 
 
 def model_dtype(wanted: str, path: str) -> torch.dtype:
@@ -101,12 +101,9 @@ def cache_bytes(
 def _pass_bytes(config: SettledConfig, model: Decoder, kv_dtype: torch.dtype, taps: Sequence[Tap]) -> int:
     """Memory that the largest pass takes: all rows of a step, logits where requests end."""
     spec = attention_spec(model.config, config.block_size)
-    blocks = list(range(-(-SEGMENT_ROWS // config.block_size)))
-    memory = new_memory(len(blocks) * spec.shape.block_bytes(kv_dtype.itemsize), model.device)
+    memory = new_memory(spec.shape.block_bytes(kv_dtype.itemsize), model.device)
     paged = PagedModel.over(model, memory, kv_dtype, config.block_size)
-    num_rows = config.max_num_batched_tokens
-    # all sequences write to the same blocks: what they compute is of no interest
-    segments = [Segment([0] * min(SEGMENT_ROWS, num_rows - i), 0, blocks) for i in range(0, num_rows, SEGMENT_ROWS)]
+    segments = _measured_segments(config, model.config)
     num_logits = logit_rows(config)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
@@ -114,6 +111,18 @@ def _pass_bytes(config: SettledConfig, model: Decoder, kv_dtype: torch.dtype, ta
     peak = torch.cuda.max_memory_allocated(model.device) - before
     torch.cuda.empty_cache()
     return peak
+
+
+def _measured_segments(config: SettledConfig, model: DecoderConfig) -> list[Segment]:
+    """All rows of a step, half of them in short sequences and half in long ones, so that the kernels of both are
+    compiled. All is written to one block: what they compute is of no interest."""
+    num_rows, segments = config.max_num_batched_tokens, []
+    longest = config.max_model_len or model.max_position_embeddings
+    for rows, most in zip((num_rows // 2, num_rows - num_rows // 2), SEGMENT_ROWS, strict=True):
+        length = min(most, longest)
+        blocks = [0] * -(-length // config.block_size)
+        segments += [Segment([0] * min(length, rows - i), 0, blocks) for i in range(0, rows, length)]
+    return segments
 
 
 def logit_rows(config: SettledConfig) -> int:

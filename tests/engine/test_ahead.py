@@ -18,8 +18,10 @@ from forerun.engine.engine import Engine
 from forerun.engine.messages import NewRequest
 from forerun.engine.slots import Slots
 from forerun.request import Request, SamplingParams
-from forerun.spec.proposer import UNKNOWN
+from forerun.spec.control import FixedLength
+from forerun.spec.proposer import UNKNOWN, RequestDraft
 from forerun.spec.proposers.recorded_drafts import Recorded
+from forerun.testing import ScriptedProposer
 from tests.engine.test_lossless import SETTINGS, assert_same, mixed_work
 from tests.engine.test_methods import assert_idle, long_work, with_room_beside
 from tests.methods import METHODS, DraftModels, K
@@ -334,3 +336,18 @@ def test_what_only_the_host_can_draft_is_served_step_by_step(
     engine = make_engine(tiny_model, METHODS[method](draft_models), async_scheduling=True)
     assert engine.device_step is None
     assert any("Each step waits for the one before: " in line for line in engine.info().log_lines)
+
+
+def test_parts_that_are_put_in_place_of_the_engines_own_are_asked(make: Make) -> None:
+    """As checks and benchmarks do: the device knows nothing of them."""
+    engine = make(None)
+    asked: list[int] = []
+
+    def script(request: Request, length: int) -> RequestDraft:
+        asked.append(length)
+        return RequestDraft([1] * length, "scripted")
+
+    engine.proposer, engine.control = ScriptedProposer(script), FixedLength(3)
+    expected = run(make(None, ahead=False), long_work(2))
+    assert_same(run(engine, long_work(2)), expected)
+    assert asked

@@ -1,5 +1,5 @@
-"""The scheduler, driven by hypothesis: arrivals, drafts of any length, rejections, stops, aborts, too few blocks, and plans
-that are made while one is in flight."""
+"""The scheduler, driven by hypothesis: arrivals, drafts of any length, rejections, stops, aborts, too few blocks, and
+plans that are made while one is in flight."""
 
 from __future__ import annotations
 

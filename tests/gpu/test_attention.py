@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from forerun.attention import AttentionBackend, AttentionInputs, AttentionSpec, 
 from forerun.attention.reference import ReferenceAttention
 
 pytest.importorskip("triton")
-from forerun.attention.triton import TritonAttention
+from forerun.attention.triton import LONG_CHUNK, TritonAttention
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # sums of a few hundred, then rounding
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -92,6 +93,50 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.devic
     attend_all(backends, trees, dtype, device)
     new = Segment([0] * 30, 0, blocks_for(30, size, free))
     attend_all(backends, [trees[6], new, Segment([0] * 2, 300 + 5, tables[7])], dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in TOLERANCES if dtype.itemsize == 2], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_long_chunks_equal_the_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Alone, after a prefix, after an earlier chunk, and beside single rows, a chain and a tree in one step."""
+    torch.manual_seed(2)
+    spec = SPECS[name]
+    size = spec.shape.block_size
+    backends = twins(spec, dtype, device)
+    backends[1]._filling = 1  # type: ignore[attr-defined]  # as if the GPU were small
+    free = list(range(400))
+    random.Random(2).shuffle(free)
+    long, other, short = (blocks_for(num_tokens, size, free) for num_tokens in (LONG_CHUNK + 260, LONG_CHUNK + 80, 60))
+    steps = [
+        [Segment([0] * (LONG_CHUNK + 3), 0, long)],
+        [Segment([0] * 41, 0, short), Segment([0] * 37, 0, other)],
+        [
+            Segment([0], 41, short),
+            Segment([0] * (LONG_CHUNK + 1), LONG_CHUNK + 3, long),
+            Segment([0] * (LONG_CHUNK - 1), 37, other),  # just short of one
+        ],
+        [
+            Segment([0] * (1 + len(TREE)), 42, short, TREE),
+            Segment([0] * LONG_CHUNK, 37, other),  # once more, as a request that was preempted
+            Segment([0] * 3, 2 * LONG_CHUNK - 1, long),
+        ],
+    ]
+    for segments, num_chunks in zip(steps, (1, 0, 1, 1), strict=True):
+        attend_all(backends, segments, dtype, device)
+        chunks = backends[1]._chunks  # type: ignore[attr-defined]
+        assert (chunks is not None) == bool(num_chunks)
+
+
+@pytest.mark.parametrize("change", [{"invariant": True}, {}], ids=["invariant", "float32"])
+def test_who_has_no_chunks(change: dict[str, bool], device: torch.device) -> None:
+    """Where bits must not depend on company, and where products are of float32, there is one kernel."""
+    torch.manual_seed(3)
+    spec = dataclasses.replace(SPECS["qwen3"], **change)  # type: ignore[arg-type]
+    dtype = torch.float16 if change else torch.float32
+    backends = twins(spec, dtype, device)
+    backends[1]._filling = 1  # type: ignore[attr-defined]
+    attend_all(backends, [Segment([0] * (LONG_CHUNK + 2), 0, list(range(40)))], dtype, device)
+    assert backends[1]._chunks is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "window", "capped"])
