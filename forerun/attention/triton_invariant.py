@@ -135,6 +135,8 @@ class PartTables(Tables):
 class InvariantAttention(TritonAttention):
     """`TritonAttention` for `AttentionSpec.invariant`."""
 
+    title = "Triton, each row in one order"
+
     def tables(
         self, slots: Tensor, tiles: Tensor, ints: Tensor, rows: int, num_keys: int, *, paths: bool
     ) -> PartTables:
