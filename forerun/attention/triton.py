@@ -24,9 +24,10 @@ from forerun.attention.triton_slots import SlotLayout, lay_out_slots
 from forerun.kernels.triton_ops import rope_qk
 from forerun.kernels.uploads import upload
 
-PROGRAMS_A_PROCESSOR = 3  # wanted of a launch, as far as keys can be split
+PROGRAMS_A_PROCESSOR = 4  # wanted of a launch, as far as keys can be split
 JOIN_WIDTHS = (4, 16)  # a kernel for each: parts that it joins at most
 LEAST_KEYS = 64  # of a split
+FEW_PROGRAMS = 0.5  # a processor: there a program with more keys under way is faster
 LONG_CHUNK = 128  # rows of a prompt that are worth a tile of `triton_prompts.py`
 
 
@@ -311,16 +312,17 @@ def pack_layout(layout: StepLayout) -> array[int]:
 
 def _tuning(dtype: torch.dtype, block_m: int, block_d: int, programs: float) -> tuple[int, int, int]:
     """Keys a step of the loop, warps, and stages of its loads; of 16 bits as measured on an H200, heads of 128, 1 to
-    256 requests of 1 to 16 rows. programs: a processor's, before keys are split."""
+    256 requests of 1 to 16 rows: those of one row and four in whole steps, the others alone. programs: a processor's,
+    before keys are split."""
     if block_m * block_d >= 128 * 128 or block_d > 128:
         return (64 if dtype.itemsize == 2 else 32), 8, 2
     if dtype.itemsize == 4:
         return 32, 4, 2
     if block_m > 32:
         return 32, 4, 5
-    if block_m == 16 and programs <= PROGRAMS_A_PROCESSOR:
-        return 128, 4, 3
-    return (16, 1, 3) if block_m == 16 and programs > 2 * PROGRAMS_A_PROCESSOR else (64, 2, 3)
+    if block_m == 32:
+        return 64, 2, 3
+    return (128, 4, 3) if programs < FEW_PROGRAMS else (64, 4, 3)
 
 
 def _num_processors(device: torch.device) -> int:

@@ -19,17 +19,21 @@ from forerun.spec.verifiers.standard import StandardVerifier
 class MatchByRank(MatchVerifier):
     """Keeps any drafted token that is among the target's three best."""
 
-    def next_token(self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int) -> int:
+    def next_token(
+        self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int, own: int | None = None
+    ) -> int:
         found = token_by_rank(logits, draft, node)
-        return super().next_token(logits, rows, position, draft, node) if found is None else found
+        return super().next_token(logits, rows, position, draft, node, own) if found is None else found
 
 
 class StandardByRank(StandardVerifier):
     """The same, of drafts that say what they were drawn from."""
 
-    def next_token(self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int) -> int:
+    def next_token(
+        self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int, own: int | None = None
+    ) -> int:
         found = token_by_rank(logits, draft, node)
-        return super().next_token(logits, rows, position, draft, node) if found is None else found
+        return super().next_token(logits, rows, position, draft, node, own) if found is None else found
 
 
 def token_by_rank(logits: Tensor, draft: RequestDraft, node: int) -> int | None:
@@ -49,9 +53,11 @@ class OneNoiseAStep(MatchVerifier):
 class FromTheTarget(StandardVerifier):
     """After a rejection draws from the target's distribution, not from what the draft left of it."""
 
-    def next_token(self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int) -> int:
+    def next_token(
+        self, logits: Tensor, rows: SamplingRows, position: int, draft: RequestDraft, node: int, own: int | None = None
+    ) -> int:
         self._target = processed_logprobs(logits, rows.params).exp()
-        return super().next_token(logits, rows, position, draft, node)
+        return super().next_token(logits, rows, position, draft, node, own)
 
     def draw_residual(self, probs: Tensor, rows: SamplingRows, position: int) -> int:
         return super().draw_residual(self._target, rows, position)

@@ -106,7 +106,7 @@ def test_heads_draft_ahead_what_they_draft_step_by_step(tiny_model: Path, draft_
     assert ahead.device_step is not None
     (member,) = ahead.proposer.members  # type: ignore[attr-defined]
     graphs = member.proposer._on_slots._recorded
-    assert graphs.fitting(len(work), 4) is not None
+    assert graphs._fitting(len(work), 4) is not None
     seen, found, expected = launched_ahead(ahead), recorded(ahead), recorded(step_by_step)
     run(ahead, work)
     run(step_by_step, work)

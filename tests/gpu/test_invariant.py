@@ -61,8 +61,8 @@ def test_a_product_is_the_same_in_any_company(
     added = triton_product.linear(x, weight, None, before.clone(), 0.22)
     expected = x.float() @ weight.float().T
     tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(plain.float(), expected + bias.float(), rtol=tolerance, atol=2 * tolerance)
-    torch.testing.assert_close(added.float(), before.float() + 0.22 * expected, rtol=tolerance, atol=2 * tolerance)
+    torch.testing.assert_close(plain.float(), expected + bias.float(), rtol=tolerance, atol=4 * tolerance)
+    torch.testing.assert_close(added.float(), before.float() + 0.22 * expected, rtol=tolerance, atol=4 * tolerance)
     for count in COUNTS:
         first = random.Random(count).randint(0, len(x) - count)
         rows = slice(first, first + count)
