@@ -111,6 +111,7 @@ class Engine:
             outputs += self._land()
             self._flight = launched
             outputs += [] if ahead else self._land()
+        self._clock.read(self._totals)
         return StepOutput(outputs, self.stats())
 
     def _launch(self, ahead: bool) -> Flight | None:
@@ -151,8 +152,10 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return []
-        with self._clock.verify:
-            verdict = flight.verdict.read()
+        verdict = flight.verdict
+        if isinstance(verdict, Verdicts):
+            with self._clock.verify:
+                verdict = verdict.read()
         plan = flight.plan.still_running()
         self.outputs.judge(plan, verdict)
         if (result := flight.result) is not None:
@@ -233,7 +236,6 @@ class Engine:
         self._totals.num_steps += 1
         self._totals.num_rows += plan.num_rows
         self._totals.generation_tokens += sum(len(output.token_ids) for output in outputs)
-        self._clock.read(self._totals)
 
     def _request(self, new: NewRequest) -> Request:
         limit, num_prompt_tokens = self._info.max_model_len, len(new.prompt_token_ids)

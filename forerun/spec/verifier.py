@@ -61,10 +61,6 @@ class Verdict:
 
     by_request: dict[str, RequestVerdict] = field(default_factory=dict)
 
-    def read(self) -> Verdict:
-        """Itself: it is known. One that is still on the device is waited for."""
-        return self
-
 
 class Verifier(Protocol):
     """Decides which drafted tokens stand, and draws the token that follows them."""
