@@ -252,26 +252,27 @@ def test_an_abort_of_the_one_that_computes_the_prompt_lets_the_next_go_on(tiny_m
     engine.abort_requests(["r1"])
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["step_by_step", "ahead"])
 class TestNumbersThatAreNotFinite:
     """They end the request that has them, and reach no other."""
 
     BAD = 9  # its embedding is NaN
 
-    def poisoned(self, tiny_model: Path, *spec: object) -> Engine:
-        engine = make_engine(tiny_model, *spec)  # type: ignore[arg-type]
+    def poisoned(self, tiny_model: Path, ahead: bool) -> Engine:
+        engine = make_engine(tiny_model, async_scheduling=ahead)
         engine.runner.target.model.embedding = engine.runner.target.model.embedding.clone()  # type: ignore[attr-defined]
         engine.runner.target.model.embedding[self.BAD] = float("nan")  # type: ignore[attr-defined]
         return engine
 
-    def test_end_their_request_with_an_error(self, tiny_model: Path) -> None:
-        (result,) = run(self.poisoned(tiny_model), [([5, self.BAD, 7], GREEDY)])
+    def test_end_their_request_with_an_error(self, tiny_model: Path, ahead: bool) -> None:
+        (result,) = run(self.poisoned(tiny_model, ahead), [([5, self.BAD, 7], GREEDY)])
         assert result.last.finish_reason is FinishReason.ERROR
         assert "not finite" in (result.last.error or "")
         assert result.token_ids == []
 
-    def test_leave_nothing_in_blocks_that_others_get(self, tiny_model: Path) -> None:
+    def test_leave_nothing_in_blocks_that_others_get(self, tiny_model: Path, ahead: bool) -> None:
         prompt = [t for t in prompts(1)[0] if t != self.BAD]
-        engine = self.poisoned(tiny_model)
+        engine = self.poisoned(tiny_model, ahead)
         (before,) = run(engine, [(prompt, GREEDY)])
         run(engine, [([self.BAD] * 60, GREEDY)] * 4)
         engine.scheduler.target.drop_kept()
