@@ -149,6 +149,13 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Where it has to hurry uvicorn leaves the app's own end out, which is short: its task would be cut off then,
+        with a traceback."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
 
 class Stop:
     """What signals ask for: the first an orderly end, the second an end at once."""

@@ -200,6 +200,7 @@ def test_a_second_signal_ends_at_once() -> None:
             rest = "".join(lines)
         assert process.end() == 0
         assert "the server was shut down before the answer was complete" in rest
+        assert "Traceback" not in "".join(process.lines)
 
 
 def test_an_answer_that_outlasts_the_shutdown_timeout_is_told_so() -> None:
