@@ -106,6 +106,7 @@ class Engine:
         with self._clock.step:
             ahead = self._runs_ahead()
             outputs = [] if ahead else self._land()
+            ahead = ahead or self._runs_ahead()  # what stood in the way may be gone
             launched = self._launch(ahead)
             self._totals.num_steps_ahead += launched is not None and self._flight is not None
             outputs += self._land()
