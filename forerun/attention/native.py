@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.attention.interface import AttentionInputs, AttentionSpec, QueryTile, StepLayout
 from forerun.attention.layout import flatten_tiles
-from forerun.attention.slots import BlockTables, SlotBatch, SlotRows, host_layout, place_rows
+from forerun.attention.slots import BlockTables, SlotBatch, SlotRows, host_layout
 from forerun.kernels.native import extension
 
 
@@ -77,8 +77,7 @@ class NativeAttention:
         )
 
     def begin_slots(self, batch: SlotBatch, blocks: BlockTables) -> SlotRows:
-        size, tile = self.shape.block_size, self.row_tile
-        layout, rows = host_layout(batch, place_rows(batch), blocks, block_size=size, row_tile=tile)
+        layout, rows = host_layout(batch, blocks, block_size=self.shape.block_size, row_tile=self.row_tile)
         self.begin(layout)
         return rows
 

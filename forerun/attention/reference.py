@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.attention.interface import AttentionInputs, AttentionSpec, QueryTile, StepLayout
-from forerun.attention.slots import BlockTables, SlotBatch, SlotRows, host_layout, place_rows
+from forerun.attention.slots import BlockTables, SlotBatch, SlotRows, host_layout
 from forerun.kernels.reference import ROW_TILE, soft_cap
 
 KEY_TILE = 256
@@ -62,8 +62,7 @@ class ReferenceAttention:
         ]
 
     def begin_slots(self, batch: SlotBatch, blocks: BlockTables) -> SlotRows:
-        size, tile = self.shape.block_size, self.row_tile
-        layout, rows = host_layout(batch, place_rows(batch), blocks, block_size=size, row_tile=tile)
+        layout, rows = host_layout(batch, blocks, block_size=self.shape.block_size, row_tile=self.row_tile)
         self.begin(layout)
         return rows
 

@@ -158,10 +158,11 @@ def place_rows(batch: SlotBatch) -> SlotRows:
 
 
 def host_layout(
-    batch: SlotBatch, rows: SlotRows, blocks: BlockTables, *, block_size: int, row_tile: int
+    batch: SlotBatch, blocks: BlockTables, *, block_size: int, row_tile: int
 ) -> tuple[StepLayout, SlotRows]:
     """For backends that are told by the host, which reads the tables for it: the layout of the rows that are used, one
     after the other, and the batch's rows with these named."""
+    rows = place_rows(batch)
     counts = batch.rows.tolist()
     kept = [b * batch.width + r for b, count in enumerate(counts) for r in range(count)]
     positions = rows.positions.tolist()

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.attention import Segment
 from forerun.attention.slots import SlotBatch
 from forerun.engine.plan import Plan, ScheduledRequest
+from forerun.engine.runner import segment_of
 from forerun.engine.slots import Reading, Slots
 from forerun.kernels.uploads import upload
 from forerun.models.decoder import Tap
@@ -126,7 +126,7 @@ class DeviceStep:
 
     def _prefill(self, prompts: Sequence[ScheduledRequest], sampled: Sequence[ScheduledRequest]) -> Tensor | None:
         """Of the requests that are at the end of their prompts the verdict."""
-        segments = [_segment(s) for s in prompts]
+        segments = [segment_of(s) for s in prompts]
         output = self.target.forward(segments, self.taps)
         verdict = None
         if sampled:
@@ -146,8 +146,3 @@ class DeviceStep:
                 KnownRows([s.request for s in prompts], segments, [s.samples for s in prompts]), verdict, output.taps
             )
         return verdict
-
-
-def _segment(s: ScheduledRequest) -> Segment:
-    known = s.request.token_ids[s.start : s.start + s.num_tokens]
-    return Segment(known, s.start, s.request.caches[0].blocks)

@@ -30,7 +30,7 @@ class Runner:
 
     def forward(self, plan: Plan) -> ForwardResult:
         """One pass over all rows of the plan; logits where `Plan.sampling` wants them."""
-        output = self.target.forward([_segment(s) for s in plan.scheduled], self.taps)
+        output = self.target.forward([segment_of(s) for s in plan.scheduled], self.taps)
         logits = self.target.logits(output, plan.logit_rows)
         hidden = Hidden(output.taps) if self.taps else None
         return ForwardResult(logits, hidden, self._prompt_logprobs(plan, output))
@@ -60,7 +60,7 @@ class Runner:
         for s in plan.scheduled:
             if s.draft.parents is None:
                 continue
-            slots = _segment(s).slots(self.target.block_size)[s.num_tokens :]
+            slots = segment_of(s).slots(self.target.block_size)[s.num_tokens :]
             for place, node in enumerate(verdict.by_request[s.request.request_id].accepted):
                 if node != place:
                     sources.append(slots[node])
@@ -69,6 +69,7 @@ class Runner:
             self.target.attention.move(sources, targets)
 
 
-def _segment(s: ScheduledRequest) -> Segment:
+def segment_of(s: ScheduledRequest) -> Segment:
+    """A request's rows of a step, drafted ones included."""
     known = s.request.token_ids[s.start : s.start + s.num_tokens]
     return Segment(known + s.draft.tokens, s.start, s.request.caches[0].blocks, s.draft.parents or ())

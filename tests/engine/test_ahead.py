@@ -110,7 +110,11 @@ def test_text_is_the_targets(make: Make, reference: list[Result], method: str | 
     seen = launched_ahead(engine)
     for _ in range(2):
         assert_same(run(engine, mixed_work()), reference)
-    assert {True, False} == set(seen) or (method, "kv_cache_memory_bytes" in settings) == ("draft_model", True)
+    if method == "draft_model" and "kv_cache_memory_bytes" in settings:
+        # whoever the host has to see waits until the others are at their last tokens; the test below runs ahead there
+        assert False in seen
+    else:
+        assert set(seen) == {True, False}
     if "kv_cache_memory_bytes" in settings:
         assert engine.stats().num_preemptions > 0
     elif settings.get("enable_prefix_caching", True):
